@@ -1,0 +1,102 @@
+"""Action keys and the artifacts they led to: the answer to "has this been built before?"."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loadplan.cache.digest import NotADigest, is_digest
+from loadplan.cache.error import LoadplanError
+from loadplan.cache.record import find_record, write_record
+from loadplan.cache.store import BlobStore
+
+FORMAT = 1
+
+
+class BadArtifact(LoadplanError, ValueError):
+    """An artifact with a name, digest or note that cannot be written down."""
+
+    def __init__(self, name: object, value: object) -> None:
+        super().__init__(name, value)
+        self.name, self.value = name, value
+
+    def __str__(self) -> str:
+        return f"artifact: {self.name!r}: {self.value!r}; `blobs` maps str to digest, `info` maps str to str"
+
+
+class ArtifactIncomplete(LoadplanError, ValueError):
+    """An artifact that names blobs which are not in the store."""
+
+    def __init__(self, key: str, missing: tuple[str, ...], total: int) -> None:
+        super().__init__(key, missing, total)
+        self.key, self.missing, self.total = key, missing, total
+
+    def __str__(self) -> str:
+        return (
+            f"action {self.key[:12]}: {len(self.missing)} of {self.total} blobs are not in the store "
+            f"({', '.join(self.missing[:5])}{', …' if self.missing[5:] else ''}); put the blobs first"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """What a build made: its files by name, and what is worth knowing about them."""
+
+    blobs: Mapping[str, str]  # name -> digest
+    info: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blobs", dict(self.blobs))  # copies: the caller may change theirs
+        object.__setattr__(self, "info", dict(self.info))
+        for name, digest in self.blobs.items():
+            if not isinstance(name, str) or not is_digest(digest):
+                raise BadArtifact(name, digest)
+        for name, note in self.info.items():
+            if not isinstance(name, str) or not isinstance(note, str):
+                raise BadArtifact(name, note)
+
+
+@dataclass(frozen=True, slots=True)
+class ActionCache:
+    """One record a key at `folder/ab/cdef…`; the artifact's bytes lie in `store`."""
+
+    folder: Path
+    store: BlobStore
+
+    def path(self, key: str) -> Path:
+        if not is_digest(key):
+            raise NotADigest(key)
+        return self.folder / key[:2] / key[2:]
+
+    def find(self, key: str) -> Artifact | None:
+        """The artifact of `key`; None when never put, damaged, or one of its blobs is gone.
+
+        The bytes of the blobs are verified by who reads them (`BlobStore.get_bytes`, `copy_to`, `Cache.find`).
+        """
+        artifact = parse_artifact(find_record(self.path(key)), key)
+        if artifact is None or not all(map(self.store.has, artifact.blobs.values())):
+            return None
+        return artifact
+
+    def put(self, key: str, artifact: Artifact) -> None:
+        """Say that `key` leads to `artifact`: the last step of a build. An earlier entry is replaced.
+
+        Raises:
+            ArtifactIncomplete: a blob is not in the store.
+        """
+        path = self.path(key)
+        missing = tuple(name for name, digest in artifact.blobs.items() if not self.store.has(digest))
+        if missing:
+            raise ArtifactIncomplete(key, missing, len(artifact.blobs))
+        write_record(path, {"format": FORMAT, "key": key, "blobs": artifact.blobs, "info": artifact.info})
+
+
+def parse_artifact(value: object, key: str) -> Artifact | None:
+    """The artifact in the record of `key`, or None when the record says anything else."""
+    match value:
+        case {"format": 1, "key": str(found), "blobs": dict(blobs), "info": dict(info)} if found == key:
+            try:
+                return Artifact(blobs, info)
+            except BadArtifact:
+                return None
+        case _:
+            return None
