@@ -1,0 +1,153 @@
+"""The command line: results on stdout, all else on stderr; exit 0 done, 1 failed, 2 wrong usage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from loadplan.cache.error import LoadplanError
+from loadplan.compiler.pipeline import compile_plan
+from loadplan.compiler.show import show_plan
+from loadplan.compiler.signature import Signature
+from loadplan.compiler.target import Target
+from loadplan.runtime.open_plan import Plan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        return int(options.run(options))
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (LoadplanError, OSError) as error:
+        if options.verbose:
+            raise
+        print(f"loadplan: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="loadplan", description="compile checkpoints into load plans")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("compile", help="compile a checkpoint into a plan, reading headers only")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, file, index, or pkg://PACKAGE/SUBFOLDER")
+    command.add_argument("-o", "--output", type=Path, required=True, metavar="PLAN", help="plan file to write")
+    command.add_argument("--recipe", metavar="NAME", help="name of a recipe (default: by config.json)")
+    command.add_argument("--signature", metavar="JSON", type=Path, help="file with name -> [shape, dtype] of the model")
+    command.add_argument("--dtype", metavar="DTYPE", help="of floating point tensors (default: as the model has it)")
+    command.add_argument("--tp-size", type=int, default=1, metavar="RANKS", help="tensor-parallel ranks (default: 1)")
+    command.add_argument("--allow-missing", action="store_true", help="leave out what no source makes, and report it")
+    command.add_argument(
+        "--allow-unexpected", action="store_true", help="do not load what the model lacks, and report it"
+    )
+    command.add_argument("--json", action="store_true", help="print digest, report and costs as JSON")
+    command.set_defaults(run=_compile)
+
+    command = commands.add_parser("convert", help="write what a plan loads as files that the runtime maps")
+    command.add_argument("plan", type=Path, metavar="PLAN")
+    command.add_argument("checkpoint", metavar="CHECKPOINT", help="the checkpoint that the plan was compiled for")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; an artifact there is replaced")
+    command.add_argument("--json", action="store_true", help="print the files as JSON")
+    command.set_defaults(run=_convert)
+
+    command = commands.add_parser("show", help="print a plan as text")
+    command.add_argument("plan", type=Path, metavar="PLAN")
+    command.add_argument(
+        "--rank", type=int, action="append", metavar="RANK", help="only this rank's copies; repeatable"
+    )
+    command.add_argument("--json", action="store_true", help="print digest, report and costs as JSON instead")
+    command.set_defaults(run=_show)
+
+    command = commands.add_parser("cost", help="print what loading each rank takes")
+    command.add_argument("plan", type=Path, metavar="PLAN")
+    command.add_argument("--json", action="store_true", help="print it as JSON")
+    command.set_defaults(run=_cost)
+    return parser
+
+
+def _compile(options: argparse.Namespace) -> int:
+    target = Target(
+        options.dtype,
+        options.tp_size,
+        missing="ignore" if options.allow_missing else "error",
+        unexpected="ignore" if options.allow_unexpected else "error",
+    )
+    signature = None if options.signature is None else _read_signature(options.signature)
+    plan = compile_plan(options.checkpoint, options.recipe, signature, target)
+    plan.save(options.output)
+    if options.json:
+        print(json.dumps(_summary(plan), indent=2))
+    else:
+        report = plan.report
+        print(f"{options.output}: {report.sources} sources -> {report.targets} targets, {plan.world_size} ranks")
+        for line in (
+            *(f"unused: {n}" for n in report.unused),
+            *(f"missing: {n}" for n in report.missing),
+            *report.notes,
+        ):
+            print(line, file=sys.stderr)
+    return 0
+
+
+def _read_signature(path: Path) -> Signature:
+    from loadplan.compiler.read_index import read_json
+
+    return Signature.of(read_json(path, str(path), "config"))
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from loadplan.compiler.conversion import convert  # imports torch
+
+    artifact = convert(options.plan, options.checkpoint, options.folder)
+    files = artifact.plan.head.files
+    if options.json:
+        print(json.dumps([{"name": f.name, "nbytes": f.size, "sha256": f.content_digest} for f in files], indent=2))
+    else:
+        print("\n".join(f"{options.folder / file.name}: {file.size:,} bytes" for file in files))
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    plan = Plan.open(options.plan)
+    if options.json:
+        print(json.dumps(_summary(plan), indent=2))
+    else:
+        for line in show_plan(plan, None if options.rank is None else tuple(options.rank)):
+            print(line)
+    return 0
+
+
+def _cost(options: argparse.Namespace) -> int:
+    plan = Plan.open(options.plan)
+    costs = [plan.cost(rank) for rank in range(plan.world_size)]
+    if options.json:
+        print(json.dumps([asdict(cost) for cost in costs], indent=2))
+        return 0
+    print(
+        f"{'rank':>4} {'tensor bytes':>16} {'bytes read':>16} {'ratio':>7} {'reads':>9} {'copies':>9} {'peak bytes':>16}"
+    )
+    for c in costs:
+        print(
+            f"{c.rank:>4} {c.target_nbytes:>16,} {c.read_nbytes:>16,} {c.amplification:>7.3f} "
+            f"{c.reads:>9,} {c.copies:>9,} {c.peak_nbytes:>16,}"
+        )
+    return 0
+
+
+def _summary(plan: Plan) -> dict[str, object]:
+    return {
+        "digest": plan.digest,
+        "world_size": plan.world_size,
+        "provenance": dict(plan.head.provenance),
+        "report": asdict(plan.report),
+        "cost": [asdict(plan.cost(rank)) for rank in range(plan.world_size)],
+    }

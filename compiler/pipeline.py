@@ -1,0 +1,239 @@
+"""The compiler, read aloud: read, route, build, match, shard, lower, assemble, prove."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from loadplan.cache.digest import digest_json
+from loadplan.compiler.build_graph import build_graph
+from loadplan.compiler.checkpoint import Checkpoint
+from loadplan.compiler.lower_graph import Chains, Lowering, lower_rank
+from loadplan.compiler.match_targets import Matched, match_targets
+from loadplan.compiler.problem import CompileError, Problem
+from loadplan.compiler.read_folder import read_checkpoint
+from loadplan.compiler.recipe import Recipe
+from loadplan.compiler.registry import find_recipe, known_recipes, parse_config
+from loadplan.compiler.route_names import Conversion, Routing, route_names
+from loadplan.compiler.shard_targets import shard_targets
+from loadplan.compiler.signature import Signature, SignatureError, UnknownArchitecture
+from loadplan.compiler.target import Target
+from loadplan.runtime.check_plan import check_head, check_section
+from loadplan.runtime.dtype import DType
+from loadplan.runtime.open_plan import Plan
+from loadplan.runtime.plan import Head, PlanFile, PlanTensor, Report, Section
+from loadplan.runtime.plan_format import FORMAT, encode
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def compile_plan(
+    checkpoint: str | Path | Checkpoint,
+    recipe: Recipe | str | None = None,
+    signature: Signature | nn.Module | Mapping[str, object] | Literal["recipe"] | None = None,
+    target: Target | None = None,
+) -> Plan:
+    """The plan that loads `checkpoint` as `recipe`, `signature` and `target` say. Reads headers only.
+
+    Args:
+        checkpoint: a folder, file, index or `pkg://PACKAGE/SUBFOLDER`, or what `read_checkpoint` gave.
+        recipe: a recipe or the name of one; None finds it by the class and model type in config.json, and takes names
+            as they are when there is none.
+        signature: what the model wants: a `Signature`, a module (on the meta device), or name -> (shape, dtype).
+            `"recipe"` wants whatever the recipe makes. None asks transformers for the class in config.json, and is
+            `"recipe"` when transformers is not installed or does not know it; the report then says so.
+        target: dtype, ranks and strictness; None is one rank, dtypes as the signature declares them.
+
+    Raises:
+        LocationError: there is no checkpoint.
+        CheckpointError: its files are damaged or contradict each other.
+        CompileError: recipe, signature and target do not account for every tensor exactly once; lists all problems.
+    """
+    source = checkpoint if isinstance(checkpoint, Checkpoint) else read_checkpoint(checkpoint)
+    wanted = target or Target()
+    rules = choose_recipe(recipe, source)
+    if isinstance(signature, str):
+        if signature != "recipe":
+            raise CompileError([Problem("option", f"signature={signature!r}: the only text is 'recipe'")])
+        return compile_parts(source, rules, None, wanted)
+    if isinstance(signature, Signature):
+        return compile_parts(source, rules, signature, wanted)
+    if isinstance(signature, Mapping):
+        return compile_parts(source, rules, Signature.of(signature), wanted)
+    if signature is not None:
+        return compile_parts(source, rules, Signature.from_module(signature), wanted)
+    model, note = signature_of_config(source, wanted)
+    return compile_parts(source, rules, model, wanted, (note,) if note else ())
+
+
+def choose_recipe(recipe: Recipe | str | None, checkpoint: Checkpoint) -> Recipe:
+    """The recipe that is meant. Raises `CompileError` for a name that no recipe has."""
+    config = parse_config(checkpoint.config)
+    if isinstance(recipe, str):
+        found = find_recipe(recipe, config=config)
+        if found is None:
+            near = get_close_matches(recipe, known_recipes(), n=3)
+            hint = f"; near are {', '.join(near)}" if near else ""
+            raise CompileError([Problem("option", f"no recipe is called {recipe!r}{hint}", (recipe,))])
+        return found
+    return recipe or find_recipe(config=config) or Recipe()
+
+
+def signature_of_config(checkpoint: Checkpoint, target: Target) -> tuple[Signature | None, str]:
+    """What the model in config.json wants; or None, and why it is not known.
+
+    Raises:
+        CompileError: transformers knows the class, and cannot build it from this config.
+    """
+    if checkpoint.config is None or "architectures" not in checkpoint.config:
+        return None, "no signature: no config.json names an architecture; targets are what the recipe makes"
+    try:
+        return Signature.from_config(checkpoint.config, _model_dtype(checkpoint, target)), ""
+    except UnknownArchitecture as error:
+        return None, f"no signature: {error}; targets are what the recipe makes"
+    except SignatureError as error:
+        message = f"{error}; correct it, or pass a signature ('recipe' for what the recipe makes)"
+        raise CompileError([Problem("config", message)]) from error
+
+
+def _model_dtype(checkpoint: Checkpoint, target: Target) -> str | None:
+    """The dtype to build the model in: the target's, the config's (None), or that of the first weight stored."""
+    config = checkpoint.config or {}
+    if target.dtype is not None:
+        return _torch_name(target.dtype)
+    if config.get("dtype") or config.get("torch_dtype"):
+        return None
+    floats = (entry.type.dtype for _, entry in sorted(checkpoint.entries.items()) if entry.type.dtype.is_float)
+    first = next(floats, None)
+    return None if first is None else _torch_name(first)
+
+
+def _torch_name(dtype: DType) -> str:
+    return {DType.F16: "float16", DType.BF16: "bfloat16", DType.F32: "float32", DType.F64: "float64"}[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What is to be loaded: every target with its value, and how it is cut over ranks."""
+
+    routing: Routing
+    matched: Matched
+    tensors: tuple[PlanTensor, ...]
+
+
+def resolve(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | None, target: Target) -> Resolved:
+    """The front half of the compiler: names, ops, coverage, ranks. Raises `CompileError` with every problem."""
+    config = parse_config(checkpoint.config)
+    declared = dict(signature.tensors) if signature else {}
+    prefix = signature.base_model_prefix if signature else ""
+    routing = route_names(tuple(checkpoint.entries), recipe.rules, declared if signature else None, prefix)
+    products, misfits, problems = build_graph(routing, checkpoint.entries, declared, config)
+    matched = match_targets(products, _targets_of((*routing.broken, *misfits), declared), signature, recipe, target)
+    tensors, unsharded = shard_targets(matched, recipe, target)
+    problems = [*routing.problems, *problems, *matched.problems, *unsharded]
+    if problems:
+        raise CompileError(problems)
+    return Resolved(routing, matched, tuple(tensors))
+
+
+def compile_parts(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    signature: Signature | None,
+    target: Target,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """As `compile_plan`, with every part given; `notes` go into the report."""
+    resolved = resolve(checkpoint, recipe, signature, target)
+    sections, chains = _lower(checkpoint, resolved, target)
+    head = Head(
+        files=tuple(
+            PlanFile(file.name, file.size, file.format, file.guards, file.header_digest) for file in checkpoint.files
+        ),
+        tensors=resolved.tensors,
+        aliases=tuple(sorted(resolved.matched.aliases.items())),
+        equal_ties=tuple(resolved.matched.equal_ties),
+        chains=chains,
+        world_size=target.world_size,
+        provenance=tuple(provenance(checkpoint, recipe, signature, target).items()),
+        report=_report(checkpoint, resolved, notes),
+    )
+    _prove(head, sections)
+    return Plan(encode(head, sections)[0])
+
+
+def _targets_of(conversions: Iterable[Conversion], declared: Mapping[str, object]) -> list[str]:
+    """Target names of `conversions`, lists by all the numbers that the signature has."""
+    names: list[str] = []
+    for target in (target for conversion in conversions for target in conversion.targets):
+        front, star, back = target.partition("*")
+        names += [n for n in declared if n.startswith(front) and n.endswith(back)] if star else [target]
+    return names
+
+
+def _lower(
+    checkpoint: Checkpoint, resolved: Resolved, target: Target
+) -> tuple[tuple[Section, ...], tuple[tuple[DType, ...], ...]]:
+    lowering = Lowering(checkpoint.entries)
+    layouts = [(tensor, lowering.lower(resolved.matched.values[tensor.name])) for tensor in resolved.tensors]
+    files = {file.name: number for number, file in enumerate(checkpoint.files)}
+    chains = Chains()
+    sections = tuple(
+        lower_rank(rank, layouts, lowering.temporaries, checkpoint.entries, files, chains)
+        for rank in range(target.world_size)
+    )
+    return sections, tuple(chains.found)
+
+
+def _prove(head: Head, sections: Iterable[Section]) -> None:
+    """Refuse what does not prove. With a valid checkpoint this means that an op moves elements it has not."""
+    problems = [Problem("proof", fault) for fault in check_head(head)]
+    if not problems:
+        problems = [
+            Problem("proof", fault, rank=rank)
+            for rank, section in enumerate(sections)
+            for fault in check_section(head, section, rank)
+        ]
+    if problems:
+        raise CompileError(problems)
+
+
+def provenance(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | None, target: Target) -> dict[str, str]:
+    """What goes into a plan, part by part, as digests: equal parts give an equal plan."""
+    return {
+        "checkpoint": digest_json([[f.name, f.size, f.format, f.header_digest] for f in checkpoint.files]),
+        "config": digest_json(_without_floats(dict(checkpoint.config or {}))),
+        "recipe": recipe.digest,
+        "signature": signature.digest if signature else "",
+        "target": target.digest,
+        "format": str(FORMAT),
+    }
+
+
+def _without_floats(value: object) -> object:
+    """`value` with floats as text, which canonical JSON has no numbers for."""
+    if isinstance(value, dict):
+        return {key: _without_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_floats(item) for item in value]
+    return repr(value) if isinstance(value, float) else value
+
+
+def _report(checkpoint: Checkpoint, resolved: Resolved, notes: tuple[str, ...]) -> Report:
+    matched = resolved.matched
+    return Report(
+        sources=len(checkpoint.entries),
+        source_nbytes=sum(entry.type.nbytes for entry in checkpoint.entries.values()),
+        targets=len(resolved.tensors),
+        target_nbytes=sum(tensor.type.nbytes for tensor in resolved.tensors),
+        unused=tuple(matched.unused),
+        missing=tuple(sorted(matched.missing)),
+        casts=tuple(f"{name}: {stored} -> {wanted}" for name, stored, wanted in matched.casts),
+        rules=resolved.routing.rule_uses,
+        kept=tuple(f"{name}: the rules would have given {other}" for name, other in resolved.routing.kept),
+        notes=(*checkpoint.notes, *notes),
+    )

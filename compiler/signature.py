@@ -1,0 +1,109 @@
+"""The signature: what the running model wants, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from loadplan.cache.digest import digest_json
+from loadplan.cache.error import LoadplanError
+from loadplan.compiler.patterns import PatternError
+from loadplan.compiler.recipe import parse_dtype
+from loadplan.runtime.tensor_type import TensorType
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class SignatureError(LoadplanError, ValueError):
+    """A signature cannot be made, or its parts contradict each other."""
+
+
+class UnknownArchitecture(SignatureError):
+    """No installed library knows the model class that a config names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Names, shapes and dtypes of a model's state dict, its ties, and the buffers that are not in it."""
+
+    tensors: tuple[tuple[str, TensorType], ...]  # parameters and persistent buffers, in the model's order
+    ties: tuple[tuple[str, ...], ...] = ()  # groups of names that are one tensor
+    computed_buffers: tuple[str, ...] = ()  # non-persistent: the model makes them, no checkpoint should
+    base_model_prefix: str = ""  # whole components that a checkpoint of the inner or outer model lacks or has
+    model_class: str = ""  # name, for messages and for whoever builds the model
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, object], ties: Iterable[Iterable[str]] = ()) -> Signature:
+        """From name -> (shape, dtype), or name -> anything with `shape` and `dtype`; dtypes as torch's or `"BF16"`.
+
+        Raises:
+            SignatureError: an item is neither.
+        """
+        return cls(tuple((name, _type(name, value)) for name, value in tensors.items()), tuple(map(tuple, ties)))
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> Signature:
+        """From a module, best built under `torch.device("meta")`; names that share a tensor are tied."""
+        from loadplan.compiler.read_signature import read_module
+
+        return read_module(module)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object], dtype: object | None = None) -> Signature:
+        """From a config.json through transformers, which must be installed and know the architecture.
+
+        Raises:
+            UnknownArchitecture: it is not, or does not.
+            SignatureError: it does, and cannot build the class from this config.
+        """
+        from loadplan.compiler.read_signature import read_config
+
+        return read_config(config, dtype)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the value."""
+        return digest_json(self.to_json())
+
+    def to_json(self) -> dict[str, object]:
+        """The value as JSON."""
+        return {
+            "tensors": [[name, list(kind.shape), str(kind.dtype)] for name, kind in self.tensors],
+            "ties": [list(names) for names in self.ties],
+            "computed_buffers": list(self.computed_buffers),
+            "base_model_prefix": self.base_model_prefix,
+            "model_class": self.model_class,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, object]) -> Signature:
+        """The inverse of `to_json`. Raises `SignatureError` on anything else."""
+        try:
+            tensors, ties, buffers = data["tensors"], data["ties"], data["computed_buffers"]
+            if not (isinstance(tensors, list) and isinstance(ties, list) and isinstance(buffers, list)):
+                raise TypeError("not lists")
+            return cls(
+                tuple((str(name), _type(name, (shape, dtype))) for name, shape, dtype in tensors),
+                tuple(tuple(map(str, names)) for names in ties),
+                tuple(map(str, buffers)),
+                str(data["base_model_prefix"]),
+                str(data["model_class"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise SignatureError(f"not a stored signature: {error}") from error
+
+
+def _type(name: str, value: object) -> TensorType:
+    pair = value if isinstance(value, tuple | list) else (getattr(value, "shape", None), getattr(value, "dtype", None))
+    if isinstance(value, TensorType):
+        return value
+    try:
+        shape, dtype = pair
+        sizes = tuple(int(size) for size in shape)
+        if min(sizes, default=0) < 0:
+            raise ValueError("negative size")
+        return TensorType(sizes, parse_dtype(dtype))
+    except (TypeError, ValueError, PatternError) as error:
+        raise SignatureError(f"signature of {name!r}: {value!r} is not (shape, dtype): {error}") from error

@@ -1,0 +1,104 @@
+"""What is wanted: dtype, ranks, and how strict to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from loadplan.cache.digest import digest_json
+from loadplan.compiler.patterns import PatternError
+from loadplan.compiler.problem import CompileError, Problem
+from loadplan.compiler.recipe import parse_dtype, parse_dtype_plan, parse_tp_plan, plain
+from loadplan.compiler.shard import Shard
+from loadplan.runtime.dtype import DType
+
+Policy = Literal["error", "ignore"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The layout to compile for.
+
+    Args:
+        dtype: of floating point targets; None keeps what the signature declares, or what is stored without one.
+        tp_size: tensor-parallel ranks.
+        ep_size, pp_size: expert- and pipeline-parallel ranks; only 1 for now.
+        tp_plan: entries that come before those of the recipe's `tp_plan`.
+        dtype_plan: entries that come before those of the recipe's `dtype_plan`.
+        fusions: fused module families; none for now.
+        missing: `"ignore"` leaves targets without a source out of the result, and the report lists them.
+        unexpected: `"ignore"` does not load sources without a target, and the report lists them.
+
+    Raises:
+        CompileError: an option is not known, or not one that this version can do.
+    """
+
+    dtype: DType | None
+    tp_size: int
+    ep_size: int
+    pp_size: int
+    tp_plan: tuple[tuple[str, Shard], ...]
+    dtype_plan: tuple[tuple[str, DType], ...]
+    fusions: None
+    missing: Policy
+    unexpected: Policy
+
+    def __init__(
+        self,
+        dtype: object | None = None,
+        tp_size: int = 1,
+        ep_size: int = 1,
+        pp_size: int = 1,
+        tp_plan: Mapping[str, str | Shard] | Iterable[tuple[str, str | Shard]] | None = None,
+        dtype_plan: Mapping[str, object] | Iterable[tuple[str, object]] | None = None,
+        fusions: object | None = None,
+        missing: Policy = "error",
+        unexpected: Policy = "error",
+    ) -> None:
+        problems = [
+            Problem("option", f"{name}={size!r}: a number of ranks from 1")
+            for name, size in (("tp_size", tp_size), ("ep_size", ep_size), ("pp_size", pp_size))
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1
+        ]
+        problems += [
+            Problem("option", f"{name}={value!r}: this version compiles for tensor parallelism only; leave it out")
+            for name, value, off in (("ep_size", ep_size, 1), ("pp_size", pp_size, 1), ("fusions", fusions, None))
+            if value != off
+        ]
+        problems += [
+            Problem("option", f"{name}={value!r}: one of {', '.join(get_args(Policy))}")
+            for name, value in (("missing", missing), ("unexpected", unexpected))
+            if value not in get_args(Policy)
+        ]
+        try:
+            wanted = None if dtype is None else parse_dtype(dtype)
+            if wanted is not None and not wanted.is_float:
+                raise PatternError(f"dtype={dtype!r}: weights are cast to F16, BF16, F32 or F64 only")
+            plans = parse_tp_plan(tp_plan or ()), parse_dtype_plan(dtype_plan or ())
+        except PatternError as error:
+            problems.append(Problem("option", str(error)))
+        if problems:
+            raise CompileError(problems)
+        for name, value in (
+            ("dtype", wanted),
+            ("tp_size", tp_size),
+            ("ep_size", ep_size),
+            ("pp_size", pp_size),
+            ("tp_plan", plans[0]),
+            ("dtype_plan", plans[1]),
+            ("fusions", None),
+            ("missing", missing),
+            ("unexpected", unexpected),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the plan has a section for."""
+        return self.tp_size * self.ep_size * self.pp_size
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the value."""
+        return digest_json(plain(self))

@@ -1,0 +1,60 @@
+"""Plans and their execution: what a serving process imports. Needs torch, msgpack, zstandard and nothing else.
+
+    plan, plan_format, check_plan    the values, their bytes, their proof
+    open_plan                        `Plan`: opened, proved, saved
+    location, source_files           where a checkpoint lies; its files, compared with the plan
+    execute                          copies of one rank, run
+    load                             `load_state_dict`, `load_into`
+    artifact, write_safetensors      converted checkpoints
+
+The plan modules import no torch, so that the compiler and the build need none; torch comes with the load functions.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loadplan.runtime.artifact import Artifact, ArtifactError
+    from loadplan.runtime.execute import ModeError
+    from loadplan.runtime.load import ArgumentError, ModuleMismatch, load_into, load_state_dict
+    from loadplan.runtime.location import LocationError
+    from loadplan.runtime.open_plan import Plan
+    from loadplan.runtime.plan_format import PlanError
+    from loadplan.runtime.source_files import FileMismatch
+
+__all__ = [
+    "ArgumentError",
+    "Artifact",
+    "ArtifactError",
+    "FileMismatch",
+    "LocationError",
+    "ModeError",
+    "ModuleMismatch",
+    "Plan",
+    "PlanError",
+    "load_into",
+    "load_state_dict",
+]
+
+_HOMES = {
+    "ArgumentError": "load",
+    "Artifact": "artifact",
+    "ArtifactError": "artifact",
+    "FileMismatch": "source_files",
+    "LocationError": "location",
+    "ModeError": "execute",
+    "ModuleMismatch": "load",
+    "Plan": "open_plan",
+    "PlanError": "plan_format",
+    "load_into": "load",
+    "load_state_dict": "load",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that a public name lives in, when it is asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,31 @@
+"""A converted checkpoint: `.safetensors` files in runtime names and layout, and the plan that maps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadplan.cache.error import LoadplanError
+from loadplan.runtime.open_plan import Plan
+
+PLAN_NAME = "artifact.loadplan"
+
+
+class ArtifactError(LoadplanError, FileNotFoundError):
+    """A folder is no converted checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A folder that `convert` wrote; the load functions take it in place of plan and checkpoint."""
+
+    folder: Path
+    plan: Plan
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Artifact:
+        """The artifact in `folder`. Raises `ArtifactError` and `PlanError`."""
+        place = Path(folder)
+        if not (place / PLAN_NAME).is_file():
+            raise ArtifactError(f"{place}: holds no {PLAN_NAME}; give a folder that `loadplan convert` wrote")
+        return cls(place, Plan.open(place / PLAN_NAME))

@@ -1,0 +1,191 @@
+"""The proof of a plan: inside its files, every element of every buffer written exactly once, ranks tile each tensor.
+
+Run on each compiled plan as the last stage of the compiler, and again on each section that is read from a plan file.
+It looks at nothing but the plan itself, so a fault of the compiler does not hide in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from loadplan.runtime.plan import Copy, Head, PlanTensor, Section
+from loadplan.runtime.tensor_type import TensorType
+
+_MAX_RUNS = 4_000_000  # places that one buffer may be taken apart into before it is refused as unprovable
+
+
+class _Area(NamedTuple):
+    """A set of elements of a buffer: `run` neighbours at `start`, once per turn of loops `(extent, step)`."""
+
+    start: int
+    run: int
+    loops: tuple[tuple[int, int], ...]  # largest step first
+
+
+def check_head(head: Head) -> Iterator[str]:
+    """What is wrong with the head: names, ties, chains, and whether the ranks tile every tensor."""
+    names = [tensor.name for tensor in head.tensors]
+    known = set(names)
+    if names != sorted(known):
+        yield "tensor names are not in order, or not unique"
+    for other, name in head.aliases:
+        if name not in known or other in known:
+            yield f"alias {other!r} of {name!r} does not name a tensor, or hides one"
+    if len({other for other, _ in head.aliases}) != len(head.aliases):
+        yield "an alias is given twice"
+    for group in head.equal_ties:
+        if len(group) < 2 or not known.issuperset(group):
+            yield f"tie {group} does not name tensors"
+    for chain in head.chains:
+        if not chain or (len(chain) > 1 and not all(dtype.is_float for dtype in chain)):
+            yield f"dtype chain {chain} casts what cannot be cast by value"
+    if len({file.name for file in head.files}) != len(head.files):
+        yield "a file is named twice"
+    for tensor in head.tensors:
+        yield from _tiling(tensor, head.world_size)
+
+
+def _tiling(tensor: PlanTensor, world_size: int) -> Iterator[str]:
+    if tensor.shard_dim < 0:
+        if tensor.intervals:
+            yield f"{tensor.name}: intervals without a dim"
+        return
+    if len(tensor.intervals) != world_size:
+        yield f"{tensor.name}: intervals for {len(tensor.intervals)} of {world_size} ranks"
+        return
+    at = 0
+    for low, high in sorted(span for spans in tensor.intervals for span in spans if span[0] != span[1]):
+        if low != at or high < low:
+            yield f"{tensor.name}: ranks leave a gap or overlap at {min(low, at)} on dim {tensor.shard_dim}"
+            return
+        at = high
+    if at != tensor.type.shape[tensor.shard_dim]:
+        yield f"{tensor.name}: ranks hold {at} of {tensor.type.shape[tensor.shard_dim]} on dim {tensor.shard_dim}"
+    if any(low > high for spans in tensor.intervals for low, high in spans):
+        yield f"{tensor.name}: an interval ends before it begins"
+
+
+def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
+    """What is wrong with the section of `rank`; nothing when it is proved. `check_head` must have passed."""
+    kinds = [*(tensor.local_type(rank) for tensor in head.tensors), *section.temporaries]
+    first_temporary = len(head.tensors)
+    areas: dict[int, list[_Area]] = defaultdict(list)
+    latest = -1  # the last temporary that was read: it must be complete by then
+    for row, copy in enumerate(section.copies):
+        fault = _copy_fault(copy, head, kinds, first_temporary)
+        if fault is None and copy.source < 0:
+            number = -1 - copy.source
+            if number < latest or first_temporary <= copy.buffer <= number:
+                fault = "reads a temporary before it is complete"
+            latest = max(latest, number)
+        elif fault is None and latest >= 0:
+            fault = "reads a file after temporaries"
+        if fault is not None:
+            yield f"copy {row}: {fault}"
+            return
+        bits = head.chains[copy.chain][-1].bits
+        loops = sorted(((loop.extent, loop.dst * 8 // bits) for loop in copy.loops), key=lambda loop: -loop[1])
+        areas[copy.buffer].append(_Area(copy.dst * 8 // bits, copy.run, tuple(loops)))
+    for buffer, kind in enumerate(kinds):
+        name = head.tensors[buffer].name if buffer < first_temporary else f"temporary {buffer - first_temporary}"
+        fault = covers(kind.numel, areas.get(buffer, []))
+        if fault is not None:
+            yield f"{name}: {fault}"
+
+
+def _copy_fault(copy: Copy, head: Head, kinds: Sequence[TensorType], first_temporary: int) -> str | None:
+    """What is wrong with one copy by itself."""
+    if not 0 <= copy.buffer < len(kinds) or not 0 <= copy.chain < len(head.chains):
+        return f"has no buffer {copy.buffer}, or no dtype chain {copy.chain}"
+    stored, final = head.chains[copy.chain][0], head.chains[copy.chain][-1]
+    buffer = kinds[copy.buffer]
+    if buffer.dtype != final:
+        return f"writes {final} into a buffer of {buffer}"
+    if copy.src < 0 or copy.dst < 0 or copy.run < 1:
+        return "has a negative offset, or nothing to copy"
+    if any(loop.extent < 2 or loop.src < 0 or loop.dst <= 0 for loop in copy.loops):
+        return "has a loop that goes nowhere or backwards"
+    number = -1 - copy.source
+    for dtype, places in (
+        (stored, [*([copy.src] if number >= 0 else []), *(loop.src for loop in copy.loops)]),
+        (final, [copy.dst, *(loop.dst for loop in copy.loops)]),
+    ):
+        # Packed elements have no address, so only whole bytes of them move; the others step by whole elements. Where
+        # a file begins them is free: safetensors files may hold misaligned data.
+        if copy.run * dtype.bits % 8 or any(place * 8 % dtype.bits for place in places):
+            return f"does not step by whole elements of {dtype}"
+    if copy.source >= len(head.files) or (number >= 0 and not first_temporary <= number < len(kinds)):
+        return f"has no source {copy.source}"
+    if number >= 0 and kinds[number].dtype != stored:
+        return f"reads {stored} from a temporary of {kinds[number]}"
+    size = kinds[number].nbytes if number >= 0 else head.files[copy.source].size
+    read = copy.src + sum((loop.extent - 1) * loop.src for loop in copy.loops) + copy.run * stored.bits // 8
+    if read > size:
+        return f"reads up to byte {read} of {size}"
+    written = copy.dst + sum((loop.extent - 1) * loop.dst for loop in copy.loops) + copy.run * final.bits // 8
+    if written > buffer.nbytes:
+        return f"writes up to byte {written} of {buffer.nbytes}"
+    return None
+
+
+def covers(numel: int, areas: Sequence[_Area]) -> str | None:
+    """Why `areas` do not write each of `numel` elements exactly once; None if they do.
+
+    The volumes must add up; then one overlap would mean one gap. Loops that all areas share are taken off the outside
+    (columns of a matrix put side by side), the rest is taken apart into runs, which are sorted and laid end to end.
+    """
+    total = sum(_volume(area) for area in areas)
+    if total != numel:
+        return f"{total} elements are written, it has {numel}"
+    fused = [_fuse(area) for area in areas]
+    while fused and all(area.loops for area in fused):
+        extent, step = fused[0].loops[0]
+        if extent * step != numel or any(area.loops[0] != (extent, step) or _end(area) > step for area in fused):
+            break
+        fused, numel = [_Area(area.start, area.run, area.loops[1:]) for area in fused], step
+    runs: list[tuple[int, int]] = []
+    if sum(_volume(area) // area.run for area in fused) > _MAX_RUNS:
+        return f"its copies fall apart into more than {_MAX_RUNS} runs and cannot be proved"
+    for area in fused:
+        runs.extend((start, area.run) for start in _starts(area.start, area.loops))
+    at = 0
+    for start, run in sorted(runs):
+        if start != at:
+            return f"element {min(at, start)} is written {'twice' if start < at else 'never'}"
+        at = start + run
+    return None
+
+
+def _volume(area: _Area) -> int:
+    return area.run * prod(extent for extent, _ in area.loops)
+
+
+def _end(area: _Area) -> int:
+    """One past the last element of one turn of the outermost loop."""
+    return area.start + area.run + sum((extent - 1) * step for extent, step in area.loops[1:])
+
+
+def _fuse(area: _Area) -> _Area:
+    """The same elements with loops that lie end to end joined: which ones are written matters, not in which order."""
+    loops: list[tuple[int, int]] = []
+    run = area.run
+    for extent, step in reversed(area.loops):
+        if not loops and step == run:
+            run *= extent
+        elif loops and step == loops[-1][0] * loops[-1][1]:
+            loops[-1] = (extent * loops[-1][0], loops[-1][1])
+        else:
+            loops.append((extent, step))
+    return _Area(area.start, run, tuple(reversed(loops)))
+
+
+def _starts(start: int, loops: tuple[tuple[int, int], ...]) -> Iterator[int]:
+    if not loops:
+        yield start
+        return
+    extent, step = loops[0]
+    for turn in range(extent):
+        yield from _starts(start + turn * step, loops[1:])

@@ -1,0 +1,169 @@
+"""What users call: a plan and a checkpoint, or an artifact, as tensors or inside a model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loadplan.cache.error import LoadplanError
+from loadplan.runtime.artifact import PLAN_NAME, Artifact
+from loadplan.runtime.execute import Execution, Mode, Progress
+from loadplan.runtime.open_plan import Plan
+from loadplan.runtime.source_files import find_files
+from loadplan.runtime.tensor_type import TensorType
+from loadplan.runtime.torch_types import torch_layout
+
+logger = logging.getLogger(__name__)
+
+
+class ModuleMismatch(LoadplanError, ValueError):
+    """A module's tensors are not those of the plan; nothing in it was changed."""
+
+
+class ArgumentError(LoadplanError, TypeError):
+    """Arguments do not go together."""
+
+
+def load_state_dict(
+    plan: Plan | Artifact | str | Path,
+    checkpoint: str | Path | None = None,
+    rank: int = 0,
+    device: str | torch.device = "cpu",
+    mode: Mode = "auto",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of `rank`, by target name, in name order; tied names hold one tensor.
+
+    Args:
+        plan: a plan or an artifact, or the path of one.
+        checkpoint: where the files that the plan was compiled for lie; none for an artifact, which has its own.
+        rank: whose tensors.
+        device: where they go.
+        mode: `map` uses the mapped file as memory, and refuses what is not laid out for it; `read` reads into memory;
+            `copy` copies element by element from the mapped file; `auto` takes the cheapest for each tensor. Mapped
+            tensors are private copies on write, but show changes that others make to the file: do not rewrite files in
+            place under a running model.
+        threads: at most so many read at once; None takes the cores, at most 8.
+        progress: called with (bytes done, bytes in all), from the calling thread. Mapped bytes are not counted.
+
+    Raises:
+        FileMismatch: a file is missing, or not the one that the plan was compiled for.
+        ModeError: `mode` cannot load every tensor.
+        PlanError: the plan is damaged, or has no such rank.
+    """
+    began = time.perf_counter()
+    opened, location = _resolve(plan, checkpoint)
+    if threads is not None and threads < 1:
+        raise ArgumentError(f"threads={threads}: at least 1")
+    section = opened.section(rank)
+    files = find_files(location, opened.head.files)
+    loaded = Execution(opened.head, section, rank, files, mode, threads).run(progress=progress)
+    tensors = {tensor.name: loaded[number] for number, tensor in enumerate(opened.head.tensors)}
+    for group in opened.head.equal_ties:
+        for name in group[1:]:
+            if _same_bytes(tensors[group[0]], tensors[name]):
+                tensors[name] = tensors[group[0]]
+    if torch.device(device).type != "cpu":
+        moved = {id(tensor): tensor.to(device) for tensor in tensors.values()}
+        tensors = {name: moved[id(tensor)] for name, tensor in tensors.items()}
+    for other, name in opened.head.aliases:
+        tensors[other] = tensors[name]
+    nbytes = sum(tensor.local_type(rank).nbytes for tensor in opened.head.tensors)
+    logger.info("loaded %d tensors, %d bytes, in %.3f s", len(tensors), nbytes, time.perf_counter() - began)
+    return dict(sorted(tensors.items()))
+
+
+def load_into(
+    module: nn.Module,
+    plan: Plan | Artifact | str | Path,
+    checkpoint: str | Path | None = None,
+    rank: int = 0,
+    mode: Mode = "auto",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """`module` with the tensors of `rank` in it.
+
+    Tensors on the meta device are replaced by the loaded ones, tied names by one `Parameter`; others are overwritten
+    where they are, on their own device. The module is not touched before everything is loaded.
+
+    Raises:
+        ModuleMismatch: names, shapes or dtypes differ from the plan's, or a buffer that no plan makes is on the meta
+            device.
+        And what `load_state_dict` raises.
+    """
+    opened, _ = _resolve(plan, checkpoint)
+    _check_module(module, opened, rank)
+    tensors = load_state_dict(plan, checkpoint, rank, mode=mode, threads=threads, progress=progress)
+    parameters: dict[int, nn.Parameter] = {}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            path, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(path)
+            held = getattr(owner, leaf)
+            if held.device.type != "meta":
+                held.copy_(tensor)
+            elif isinstance(held, nn.Parameter):
+                new = nn.Parameter(tensor, requires_grad=held.requires_grad)
+                setattr(owner, leaf, parameters.setdefault(id(tensor), new))
+            else:
+                setattr(owner, leaf, tensor)
+    return module
+
+
+def _resolve(plan: Plan | Artifact | str | Path, checkpoint: str | Path | None) -> tuple[Plan, str | Path]:
+    """The plan, and where its files lie."""
+    if isinstance(plan, str | Path):
+        path = Path(plan)
+        plan = Artifact.open(path) if path.is_dir() or path.name == PLAN_NAME else Plan.open(path)
+    if isinstance(plan, Artifact):
+        if checkpoint is not None:
+            raise ArgumentError("an artifact has its own files: give no checkpoint with it")
+        return plan.plan, plan.folder
+    if checkpoint is None:
+        raise ArgumentError("a plan needs the checkpoint that it was compiled for: give its folder")
+    return plan, checkpoint
+
+
+def _check_module(module: nn.Module, plan: Plan, rank: int) -> None:
+    held = module.state_dict(keep_vars=True)
+    kinds = {tensor.name: tensor.local_type(rank) for tensor in plan.head.tensors}
+    kinds |= {other: kinds[name] for other, name in plan.head.aliases}
+    faults = [f"the plan makes {name}, the module has no such tensor" for name in kinds.keys() - held.keys()]
+    waived = set(plan.report.missing)
+    faults += [f"the plan does not make {name}" for name in held.keys() - kinds.keys() - waived]
+    faults += [
+        f"{name} is {tuple(held[name].shape)} {held[name].dtype} in the module, {kinds[name]} in the plan"
+        for name in kinds.keys() & held.keys()
+        if not _fits(held[name], kinds[name])
+    ]
+    faults += [
+        f"buffer {name} is on the meta device and no checkpoint holds it: build the module's buffers on a real device"
+        for name, buffer in module.named_buffers()
+        if name not in held and buffer.device.type == "meta"
+    ]
+    _refuse(faults)
+
+
+def _fits(tensor: torch.Tensor, kind: TensorType) -> bool:
+    return (tuple(tensor.shape), tensor.dtype) == torch_layout(kind)
+
+
+def _refuse(faults: Iterable[str]) -> None:
+    found = sorted(faults)
+    if found:
+        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+        raise ModuleMismatch("; ".join(found[:5]) + more)
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit (NaN equals itself, -0.0 differs from 0.0)."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

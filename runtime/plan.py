@@ -1,0 +1,190 @@
+"""The plan: for each rank, which bytes of which file land where, through which casts.
+
+    plan    ::= head section{world_size}
+    head    ::= files tensors aliases equal_ties dtype chains report provenance
+    section ::= buffer* copy*                  -- the rank's tensors first, then its temporaries
+    copy    ::= source buffer src dst run chain loop*
+
+A copy moves `run` neighbouring elements, once per turn of its loops (outermost first). Offsets and strides are in
+bytes. Copies that read files come first, by file and offset; then those that read temporaries, in the order in which
+temporaries are complete. A plan is made of plain values; `plan_format.py` turns it into bytes and back, and
+`check_plan.py` proves that every buffer is written exactly once and nothing reaches out of its file.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from loadplan.runtime.dtype import DType
+from loadplan.runtime.tensor_type import TensorType
+
+Intervals = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """One file that the plan reads, and what it must look like."""
+
+    name: str  # relative to the checkpoint folder, forward slashes
+    size: int  # bytes
+    format: str  # "safetensors" or "torch"
+    guards: tuple[tuple[int, int], ...]  # byte ranges (offset, nbytes) outside tensor data
+    header_digest: str  # SHA-256 (hex) of the bytes of `guards`
+    content_digest: str = ""  # SHA-256 (hex) of the whole file; empty when it was not known
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTensor:
+    """One target: its whole type, and what each rank holds of it."""
+
+    name: str
+    type: TensorType
+    shard_dim: int = -1  # the dim that is cut, from the front; -1 when every rank holds all of it
+    intervals: tuple[Intervals, ...] = ()  # per rank, positions (low, high) on `shard_dim`, in local order
+
+    def local_type(self, rank: int) -> TensorType:
+        """Type of what `rank` holds."""
+        if self.shard_dim < 0:
+            return self.type
+        size = sum(high - low for low, high in self.intervals[rank])
+        shape = (*self.type.shape[: self.shard_dim], size, *self.type.shape[self.shard_dim + 1 :])
+        return TensorType(shape, self.type.dtype)
+
+
+class Loop(NamedTuple):
+    """One loop of a copy: steps, and bytes per step in the source and in the buffer."""
+
+    extent: int
+    src: int
+    dst: int
+
+
+class Copy(NamedTuple):
+    """One strided copy."""
+
+    source: int  # number of the file, or -1 - number of the buffer that is read
+    buffer: int  # number of the buffer that is written
+    src: int  # bytes from the start of the source
+    dst: int  # bytes from the start of the buffer
+    run: int  # elements that lie together in the source and in the buffer
+    chain: int  # number of the dtype chain
+    loops: tuple[Loop, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements that the copy moves."""
+        count = self.run
+        for loop in self.loops:
+            count *= loop.extent
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class CopyColumns:
+    """Copies as columns of 64-bit integers; the loops of copy `i` are rows `first_loop[i]` to `first_loop[i + 1]`."""
+
+    source: array[int]
+    buffer: array[int]
+    src: array[int]
+    dst: array[int]
+    run: array[int]
+    chain: array[int]
+    first_loop: array[int]
+    extent: array[int]
+    src_step: array[int]
+    dst_step: array[int]
+
+    COLUMNS = ("source", "buffer", "src", "dst", "run", "chain", "first_loop", "extent", "src_step", "dst_step")
+
+    @classmethod
+    def of(cls, copies: list[Copy]) -> CopyColumns:
+        """The columns of `copies`, in their order."""
+        columns = {name: array("q") for name in cls.COLUMNS}
+        columns["first_loop"].append(0)
+        for copy in copies:
+            for name, value in zip(cls.COLUMNS, copy[:6], strict=False):
+                columns[name].append(value)
+            for loop in copy.loops:
+                columns["extent"].append(loop.extent)
+                columns["src_step"].append(loop.src)
+                columns["dst_step"].append(loop.dst)
+            columns["first_loop"].append(len(columns["extent"]))
+        return cls(**columns)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __iter__(self) -> Iterator[Copy]:
+        for row in range(len(self)):
+            yield self[row]
+
+    def __getitem__(self, row: int) -> Copy:
+        steps = range(self.first_loop[row], self.first_loop[row + 1])
+        return Copy(
+            self.source[row],
+            self.buffer[row],
+            self.src[row],
+            self.dst[row],
+            self.run[row],
+            self.chain[row],
+            tuple(Loop(self.extent[i], self.src_step[i], self.dst_step[i]) for i in steps),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What one rank does."""
+
+    temporaries: tuple[TensorType, ...]  # buffers that are read again; their numbers follow those of the tensors
+    copies: CopyColumns
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a person should know about a compilation; all in a fixed order."""
+
+    sources: int = 0  # tensors in the checkpoint
+    source_nbytes: int = 0
+    targets: int = 0  # tensors of the plan, aliases not counted
+    target_nbytes: int = 0  # of whole tensors, before they are cut over ranks
+    unused: tuple[str, ...] = ()  # source names that are not loaded, waived
+    missing: tuple[str, ...] = ()  # target names that nothing writes, waived
+    casts: tuple[str, ...] = ()  # "name: F32 -> BF16"
+    rules: tuple[tuple[str, int], ...] = ()  # rule, names it changed or claimed
+    kept: tuple[str, ...] = ()  # "name: rule would have given other"
+    notes: tuple[str, ...] = ()  # what reading the checkpoint saw and left alone
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all ranks share."""
+
+    files: tuple[PlanFile, ...]
+    tensors: tuple[PlanTensor, ...]  # in name order
+    aliases: tuple[tuple[str, str], ...]  # other name, name of the tensor it is
+    equal_ties: tuple[tuple[str, ...], ...]  # tensors that become one if their values are equal
+    chains: tuple[tuple[DType, ...], ...]  # stored dtype, then the casts in turn; the last is the buffer's
+    world_size: int
+    provenance: tuple[tuple[str, str], ...] = ()  # what was compiled: part, digest
+    report: Report = field(default_factory=Report)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What loading one rank takes, known before it is done."""
+
+    rank: int
+    target_nbytes: int  # bytes of the rank's tensors
+    read_nbytes: int  # bytes read from files
+    reads: int  # stretches of files, neighbouring ones joined
+    copies: int  # strided copies
+    temporary_nbytes: int  # bytes of temporaries
+    peak_nbytes: int  # final tensors and temporaries together
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read per byte of the rank's tensors; 0.0 when there are none."""
+        return self.read_nbytes / self.target_nbytes if self.target_nbytes else 0.0

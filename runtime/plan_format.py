@@ -1,0 +1,301 @@
+"""The bytes of a plan file.
+
+    file  ::= "LOADPLAN" format:u32 frames:u32 entry{frames} frame{frames}       -- little-endian
+    entry ::= stored:u64 raw:u64 sha256[32]                                      -- nbytes as stored, as decoded; of what
+    frame ::= zstd(msgpack(head)) | zstd(msgpack(section))                       -- the head first, then one a rank
+
+Columns of integers are byte strings of little-endian int64. A frame decodes by itself, so a rank pays for its own only.
+The digest of a plan covers the frames as decoded: another version of zstd may compress otherwise, and the plan is the
+same. A plan comes from an untrusted place: every length is bounded before it is used, every value checked as it is
+read, and `check_plan` proves the copies; nothing in a plan is ever executed or imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from itertools import pairwise
+from reprlib import Repr
+from typing import NoReturn, TypeVar
+
+import msgpack  # type: ignore[import-untyped]
+import zstandard
+
+from loadplan.cache.error import LoadplanError
+from loadplan.runtime.dtype import DType
+from loadplan.runtime.plan import CopyColumns, Head, PlanFile, PlanTensor, Report, Section
+from loadplan.runtime.tensor_type import TensorType
+
+FORMAT = 1  # raise it with any change to the bytes or their meaning; plans of other formats are compiled again
+MAGIC = b"LOADPLAN"
+_START = struct.Struct("<8sII")
+_ENTRY = struct.Struct("<QQ32s")
+_MAX_FRAMES = 65_537  # 65,536 ranks
+_MAX_FRAME_NBYTES = 1 << 30  # a section of 10 million copies
+_LEVEL = 9  # measured on a Mixtral-8x22B plan: smaller than 3 by a tenth, and still milliseconds
+_INT64 = 2**63
+_T = TypeVar("_T")
+_SHOW = Repr()  # cuts what it shows, in length and depth
+_SHOW.maxstring = 200
+
+
+class PlanError(LoadplanError, ValueError):
+    """A plan file is damaged, of another format, or asks for what no plan may."""
+
+
+def encode(head: Head, sections: tuple[Section, ...]) -> tuple[bytes, str]:
+    """The bytes of a plan file, and the digest of the plan."""
+    raw = [_pack(_head_fields(head)), *(_pack(_section_fields(section)) for section in sections)]
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False, write_content_size=True)
+    stored = [compressor.compress(frame) for frame in raw]
+    digests = [hashlib.sha256(frame).digest() for frame in raw]
+    table = [
+        _ENTRY.pack(len(small), len(frame), digest) for small, frame, digest in zip(stored, raw, digests, strict=True)
+    ]
+    return b"".join([_START.pack(MAGIC, FORMAT, len(raw)), *table, *stored]), _plan_digest(digests)
+
+
+class Frames:
+    """The frames of one plan file, each decoded when asked for."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        """Check the frame table of `data`; `name` is for messages. Raises `PlanError`."""
+        self._data, self._name = data, name
+        if len(data) < _START.size or data[: len(MAGIC)] != MAGIC:
+            self._refuse("is not a plan file: it does not begin with LOADPLAN")
+        _, version, count = _START.unpack_from(data)
+        if version != FORMAT:
+            self._refuse(f"has plan format {version}, this loadplan reads {FORMAT}: compile it again")
+        if not 2 <= count <= _MAX_FRAMES or len(data) < _START.size + count * _ENTRY.size:
+            self._refuse(f"ends inside its frame table of {count} frames")
+        self._table = [_ENTRY.unpack_from(data, _START.size + at * _ENTRY.size) for at in range(count)]
+        self._starts = [_START.size + count * _ENTRY.size]
+        for stored, raw, _ in self._table:
+            if raw > _MAX_FRAME_NBYTES or stored > len(data):
+                self._refuse(f"has a frame of {raw} bytes, at most {_MAX_FRAME_NBYTES} are allowed")
+            self._starts.append(self._starts[-1] + stored)
+        if self._starts[-1] != len(data):
+            self._refuse(f"has {len(data)} bytes, its frames end at {self._starts[-1]}: it is cut off or damaged")
+        self.digest = _plan_digest([digest for _, _, digest in self._table])
+        self.ranks = count - 1
+
+    def head(self) -> Head:
+        """The decoded head. Raises `PlanError`."""
+        head = self._decode(0, _read_head)
+        if head.world_size != self.ranks:
+            self._refuse(f"has sections for {self.ranks} ranks, its head says {head.world_size}")
+        return head
+
+    def section(self, rank: int) -> Section:
+        """The decoded section of `rank`, not yet proved. Raises `PlanError`."""
+        return self._decode(rank + 1, _read_section)
+
+    def _decode(self, index: int, read: Callable[[_Fields], _T]) -> _T:
+        stored, size, digest = self._table[index]
+        start = self._starts[index]
+        what = "its head" if index == 0 else f"the section of rank {index - 1}"
+        frame = self._data[start : start + stored]
+        try:
+            # zstandard allocates what the frame itself declares, whatever max_output_size says
+            declared = zstandard.frame_content_size(frame)
+            if declared != size:
+                self._refuse(f"{what} declares {declared} bytes, the frame table {size}")
+            raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        except zstandard.ZstdError as error:
+            self._refuse(f"{what} does not decompress to {size} bytes: {error}")
+        if len(raw) != size or hashlib.sha256(raw).digest() != digest:
+            self._refuse(f"{what} is damaged: its digest differs")
+        try:
+            return read(_Fields(msgpack.unpackb(raw, raw=False, strict_map_key=True), what))
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+            self._refuse(f"{what} is malformed: {error}")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise PlanError(f"{self._name}: {why}")
+
+
+def _plan_digest(digests: list[bytes]) -> str:
+    return hashlib.sha256(b"".join([MAGIC, struct.pack("<I", FORMAT), *digests])).hexdigest()
+
+
+def _pack(value: Mapping[str, object]) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
+def _type_fields(kind: TensorType) -> list[object]:
+    return [str(kind.dtype), list(kind.shape)]
+
+
+def _head_fields(head: Head) -> dict[str, object]:
+    return {
+        "files": [
+            [f.name, f.size, f.format, [list(guard) for guard in f.guards], f.header_digest, f.content_digest]
+            for f in head.files
+        ],
+        "tensors": [
+            [t.name, *_type_fields(t.type), t.shard_dim, [[list(span) for span in spans] for spans in t.intervals]]
+            for t in head.tensors
+        ],
+        "aliases": [list(pair) for pair in head.aliases],
+        "equal_ties": [list(names) for names in head.equal_ties],
+        "chains": [[str(dtype) for dtype in chain] for chain in head.chains],
+        "world_size": head.world_size,
+        "provenance": [list(pair) for pair in head.provenance],
+        "report": {f.name: _plain(getattr(head.report, f.name)) for f in fields(head.report)},
+    }
+
+
+def _plain(value: object) -> object:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _section_fields(section: Section) -> dict[str, object]:
+    columns = {name: _column_bytes(getattr(section.copies, name)) for name in CopyColumns.COLUMNS}
+    return {"temporaries": [_type_fields(kind) for kind in section.temporaries], **columns}
+
+
+def _column_bytes(column: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        column = array("q", column)
+        column.byteswap()
+    return column.tobytes()
+
+
+class _Fields:
+    """A decoded mapping, read field by field; a value of another kind is a TypeError that names it."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise TypeError(f"{where} is not a mapping")
+        self._value, self._where = value, where
+
+    def get(self, name: str) -> object:
+        """The field `name`."""
+        if name not in self._value:
+            raise ValueError(f"{name} is missing")
+        return self._value[name]
+
+    def rows(self, name: str) -> list[list[object]]:
+        """The field as a list of lists."""
+        return [_list(row, name) for row in _list(self.get(name), name)]
+
+    def column(self, name: str) -> array[int]:
+        """The field as a column of integers."""
+        data = self.get(name)
+        if not isinstance(data, bytes) or len(data) % 8:
+            raise ValueError(f"column {name} is not made of 64-bit integers")
+        column = array("q")
+        column.frombytes(data)
+        if sys.byteorder == "big":
+            column.byteswap()
+        return column
+
+
+def _read_head(data: _Fields) -> Head:
+    files = tuple(_read_file(row) for row in data.rows("files"))
+    tensors = tuple(_read_tensor(row) for row in data.rows("tensors"))
+    report = _Fields(data.get("report"), "report")
+    return Head(
+        files=files,
+        tensors=tensors,
+        aliases=tuple((_text(row[0]), _text(row[1])) for row in data.rows("aliases") if _length(row, 2)),
+        equal_ties=tuple(tuple(map(_text, row)) for row in data.rows("equal_ties")),
+        chains=tuple(tuple(DType(_text(dtype)) for dtype in row) for row in data.rows("chains")),
+        world_size=_count(data.get("world_size")),
+        provenance=tuple((_text(row[0]), _text(row[1])) for row in data.rows("provenance") if _length(row, 2)),
+        report=Report(
+            sources=_count(report.get("sources")),
+            source_nbytes=_count(report.get("source_nbytes")),
+            targets=_count(report.get("targets")),
+            target_nbytes=_count(report.get("target_nbytes")),
+            rules=tuple((_text(row[0]), _count(row[1])) for row in report.rows("rules") if _length(row, 2)),
+            **{name: _texts(report.get(name)) for name in ("unused", "missing", "casts", "kept", "notes")},
+        ),
+    )
+
+
+def _read_file(row: list[object]) -> PlanFile:
+    _length(row, 6)
+    name = _text(row[0])
+    if not name or name.startswith("/") or "\\" in name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
+        raise ValueError(f"file name {_SHOW.repr(name)} leads out of the checkpoint folder")
+    guards = tuple(
+        (_count(pair[0]), _count(pair[1]))
+        for pair in (_list(g, "guards") for g in _list(row[3], "guards"))
+        if _length(pair, 2)
+    )
+    size = _count(row[1])
+    if any(offset + nbytes > size for offset, nbytes in guards):
+        raise ValueError(f"file {_SHOW.repr(name)} has {size} bytes, a guard reaches past them")
+    return PlanFile(name, size, _text(row[2]), guards, _text(row[4]), _text(row[5]))
+
+
+def _read_tensor(row: list[object]) -> PlanTensor:
+    _length(row, 5)
+    kind = _read_type(row[1:3])
+    dim = row[3]
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -1 <= dim < len(kind.shape):
+        raise ValueError(f"tensor {_SHOW.repr(row[0])} has no dim {_SHOW.repr(dim)}")
+    intervals = tuple(
+        tuple(
+            (_count(span[0]), _count(span[1]))
+            for span in (_list(s, "interval") for s in _list(spans, "intervals"))
+            if _length(span, 2)
+        )
+        for spans in _list(row[4], "intervals")
+    )
+    return PlanTensor(_text(row[0]), kind, dim, intervals)
+
+
+def _read_type(row: list[object]) -> TensorType:
+    _length(row, 2)
+    kind = TensorType(tuple(map(_count, _list(row[1], "shape"))), DType(_text(row[0])))
+    if kind.numel * kind.dtype.bits % 8 or kind.nbytes >= _INT64:
+        raise ValueError(f"{kind} is not a whole number of bytes, or more than a file can hold")
+    return kind
+
+
+def _read_section(data: _Fields) -> Section:
+    columns = {name: data.column(name) for name in CopyColumns.COLUMNS}
+    rows, loops = len(columns["source"]), len(columns["extent"])
+    firsts = columns["first_loop"]
+    if any(len(columns[name]) != rows for name in ("buffer", "src", "dst", "run", "chain")):
+        raise ValueError("the columns of copies have different lengths")
+    if len(columns["src_step"]) != loops or len(columns["dst_step"]) != loops or len(firsts) != rows + 1:
+        raise ValueError("the columns of loops have different lengths")
+    if firsts[0] != 0 or firsts[-1] != loops or any(a > b for a, b in pairwise(firsts)):
+        raise ValueError("the loops of the copies do not follow each other")
+    return Section(tuple(_read_type(row) for row in data.rows("temporaries")), CopyColumns(**columns))
+
+
+def _list(value: object, where: str) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError(f"{where} holds {_SHOW.repr(value)} where a list belongs")
+    return value
+
+
+def _length(row: list[object], count: int) -> bool:
+    if len(row) != count:
+        raise ValueError(f"a row has {len(row)} values, {count} belong there")
+    return True
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{_SHOW.repr(value)} stands where a text belongs")
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(_text, _list(value, "texts")))
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _INT64:
+        raise ValueError(f"{_SHOW.repr(value)} stands where a size belongs")
+    return value

@@ -1,0 +1,141 @@
+"""The files that a plan reads: found, compared with what the plan expects, opened one at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import stat
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+
+from loadplan.cache.error import LoadplanError
+from loadplan.runtime.location import locate
+from loadplan.runtime.plan import PlanFile
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,  # address
+    ctypes.c_size_t,  # nbytes
+    ctypes.c_int,  # protection
+    ctypes.c_int,  # flags
+    ctypes.c_int,  # descriptor
+    ctypes.c_int64,  # offset
+)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class FileMismatch(LoadplanError, OSError):
+    """A checkpoint file is missing, or is not the one that the plan was compiled for."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}; restore the file, or compile the plan again"
+
+
+class SourceFile:
+    """One file, checked when made; reading it later fails if it was replaced or changed in between."""
+
+    def __init__(self, path: Path, expected: PlanFile) -> None:
+        """Compare size and header of the file at `path` with `expected`. Raises `FileMismatch`."""
+        self._path, self.name, self._size = path, expected.name, expected.size
+        self._map: ctypes.Array[ctypes.c_char] | None = None
+        self._lock = Lock()
+        self._state: tuple[int, ...] | None = None
+        with self.open() as descriptor:
+            self._state = _state(descriptor)
+            digest = hashlib.sha256()
+            for offset, nbytes in expected.guards:
+                digest.update(self._pread(descriptor, nbytes, offset))
+            if digest.hexdigest() != expected.header_digest:
+                raise FileMismatch(self.name, "its header is not the one that the plan was compiled for")
+
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """A descriptor of the file, as long as the block lasts. Raises `FileMismatch`."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise FileMismatch(self.name, f"cannot be opened ({error.strerror})") from error
+        try:
+            state = _state(descriptor)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise FileMismatch(self.name, "is no file")
+            if state[0] != self._size:
+                raise FileMismatch(self.name, f"has {state[0]} bytes, the plan expects {self._size}")
+            if self._state is not None and state != self._state:
+                raise FileMismatch(self.name, "was replaced or changed while it was being loaded")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def map(self) -> ctypes.Array[ctypes.c_char]:
+        """The whole file in memory, private and copy on write; unmapped when the last tensor on it is gone."""
+        with self._lock:
+            if self._map is None:
+                with self.open() as descriptor:
+                    self._map = _map_file(descriptor, self._size)
+            return self._map
+
+    def read_into(self, descriptor: int, views: Sequence[memoryview], offset: int) -> None:
+        """Fill `views`, one after the other, with the bytes from `offset`. Raises `FileMismatch` at the file's end."""
+        left = list(views)
+        while left:
+            count = os.preadv(descriptor, left, offset)
+            if count == 0:
+                raise FileMismatch(self.name, f"ends at byte {offset}")
+            offset += count
+            while left and count >= left[0].nbytes:
+                count -= left.pop(0).nbytes
+            if count:
+                left[0] = left[0][count:]
+
+    def _pread(self, descriptor: int, nbytes: int, offset: int) -> bytearray:
+        data = bytearray(nbytes)
+        self.read_into(descriptor, [memoryview(data)] if nbytes else [], offset)
+        return data
+
+
+def _state(descriptor: int) -> tuple[int, ...]:
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _map_file(descriptor: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """The file's bytes, private and copy on write, as long as the array or a tensor on it lives.
+
+    `mmap.mmap` would hold a descriptor for as long, and a model may have more files than a process may have descriptors.
+    """
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+    address = _LIBC.mmap(None, nbytes, protection, flags, descriptor, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {nbytes} bytes: {os.strerror(number)}")
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(memory, _LIBC.munmap, address, nbytes).atexit = False  # tensors may live on until the very end
+    return memory
+
+
+def find_files(location: str | Path, expected: Sequence[PlanFile]) -> list[SourceFile]:
+    """The checked files of the checkpoint at `location`, in the order of `expected`.
+
+    `location` is the checkpoint's folder, or one of its files; for a plan of a single file any path of that file.
+
+    Raises:
+        LocationError: there is nothing at `location`.
+        FileMismatch: a file is missing or another one.
+    """
+    path = locate(location)
+    if path.is_file() and len(expected) == 1 and not path.name.endswith(".json"):
+        return [SourceFile(path, expected[0])]
+    folder = path.parent if path.is_file() else path
+    return [SourceFile(folder / file.name, file) for file in expected]

@@ -1,0 +1,92 @@
+"""Safetensors files, written as a stream: the header is known from the types, so the data need not be held.
+
+Data starts at a multiple of 4096 bytes, and tensors lie in falling order of element size, so that each is aligned and
+can be used where the file is mapped. The format allows both: the header may be padded with spaces (safetensors README,
+"Format").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import torch
+
+from loadplan.runtime.memory import memory_of
+from loadplan.runtime.tensor_type import TensorType
+
+ALIGNMENT = 4096  # a page: what mmap and O_DIRECT work in
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Where each tensor of a file to be written goes."""
+
+    header: bytes  # the length field, the JSON, the padding
+    offsets: Mapping[str, int]  # bytes from the start of the file, in the order in which tensors are written
+    size: int  # bytes of the whole file
+
+
+def lay_out(types: Mapping[str, TensorType], metadata: Mapping[str, str]) -> FileLayout:
+    """The layout of a file that holds tensors of `types`; the same types give the same bytes."""
+    order = sorted(types, key=lambda name: (-types[name].dtype.bits, name))
+    entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    places: dict[str, int] = {}
+    end = 0
+    for name in order:
+        kind = types[name]
+        places[name] = end
+        end += kind.nbytes
+        entries[name] = {"dtype": str(kind.dtype), "shape": list(kind.shape), "data_offsets": [places[name], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return FileLayout(header, {name: len(header) + place for name, place in places.items()}, len(header) + end)
+
+
+class HashingWriter:
+    """Writes to a file and hashes what it wrote."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+        self.nbytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`."""
+        self._file.write(data)
+        self._hash.update(data)
+        self.nbytes += len(data) if isinstance(data, bytes) else data.nbytes
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of all that was written."""
+        return self._hash.hexdigest()
+
+
+def write_tensors(
+    file: BinaryIO,
+    layout: FileLayout,
+    batches: Iterable[Iterable[str]],
+    load: Callable[[Iterable[str]], Mapping[str, torch.Tensor]],
+) -> str:
+    """Write the file that `layout` describes, a batch of tensors at a time, and return its SHA-256 (hex).
+
+    Args:
+        file: open for writing, at its start.
+        layout: what `lay_out` gave.
+        batches: the names of `layout.offsets`, in their order, in groups that are loaded together.
+        load: the tensors of a batch; they may be forgotten when the next one is asked for.
+    """
+    writer = HashingWriter(file)
+    writer.write(layout.header)
+    for batch in batches:
+        tensors = load(batch)
+        for name in batch:
+            assert writer.nbytes == layout.offsets[name], f"{name} is due at another place"
+            tensor = tensors[name].contiguous()
+            writer.write(memory_of(tensor))
+    assert writer.nbytes == layout.size, "a tensor was left out"
+    return writer.digest
