@@ -1,0 +1,41 @@
+"""The build of this repository: `doit` compiles, converts and verifies what loadplan.toml lists; `doit list` has more."""
+
+from pathlib import Path
+
+from loadplan.compiler.tasks import task_compile, task_convert, task_verify
+
+__all__ = ["task_compile", "task_convert", "task_link", "task_lint", "task_tests", "task_types", "task_verify"]
+
+DOIT_CONFIG = {"default_tasks": ["compile", "convert", "verify"]}
+
+ROOT = Path(__file__).parent
+FOLDERS = ("cache", "compiler", "recipes", "runtime")
+TREE = ROOT / "build" / "ns" / "loadplan"
+
+
+def _link_folders() -> None:
+    TREE.mkdir(parents=True, exist_ok=True)
+    for folder in FOLDERS:
+        link = TREE / folder
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("..", "..", "..", folder), target_is_directory=True)
+
+
+def task_link():
+    """lay out build/ns, where type checkers find loadplan.*"""
+    return {"actions": [_link_folders], "uptodate": [lambda: all((TREE / folder).is_dir() for folder in FOLDERS)]}
+
+
+def task_lint():
+    """check style with ruff"""
+    return {"actions": ["ruff check .", "ruff format --check ."], "verbosity": 2}
+
+
+def task_types():
+    """check types with mypy"""
+    return {"actions": ["mypy"], "task_dep": ["link"], "verbosity": 2}
+
+
+def task_tests():
+    """run the tests"""
+    return {"actions": ["python -m pytest"], "verbosity": 2}

@@ -1,0 +1,87 @@
+"""The command line as a user meets it: outputs, exit codes, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def _run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "loadplan.compiler", *map(str, args)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    save_file({"a.q.weight": torch.arange(8.0).view(2, 4), "a.norm": torch.ones(3)}, tmp_path / "w.safetensors")
+    return tmp_path / "w.safetensors"
+
+
+def test_compile_show_cost_convert(weights: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "out.loadplan"
+    done = _run("compile", weights, "-o", plan)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{plan}: 2 sources -> 2 targets, 1 ranks\n"
+
+    shown = _run("show", plan)
+    assert shown.returncode == 0
+    lines = shown.stdout.splitlines()
+    assert "tensor a.q.weight : F32[2,4]" in lines
+    assert any(line.startswith("a.q.weight[0] <- f0[") and line.endswith("] 8 F32") for line in lines)
+
+    summary = json.loads(_run("show", plan, "--json").stdout)
+    assert summary["report"]["targets"] == 2
+    assert summary["cost"][0]["read_nbytes"] == 8 * 4 + 3 * 4
+    assert json.loads(_run("cost", plan, "--json").stdout) == summary["cost"]
+    assert _run("cost", plan).stdout.splitlines()[1].split()[:3] == ["0", "44", "44"]
+
+    done = _run("convert", plan, weights, tmp_path / "converted")
+    assert done.returncode == 0
+    assert torch.equal(
+        load_file(tmp_path / "converted" / "model.safetensors")["a.q.weight"], torch.arange(8.0).view(2, 4)
+    )
+
+
+def test_an_error_is_one_line_and_leaves_nothing(weights: Path, tmp_path: Path) -> None:
+    weights.write_bytes(weights.read_bytes()[:-1])
+    done = _run("compile", weights, "-o", tmp_path / "p")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("loadplan: error: cannot read the checkpoint: 1 problem\n")
+    assert "w.safetensors" in done.stderr
+    assert not (tmp_path / "p").exists()
+    assert "Traceback" in _run("-v", "compile", weights, "-o", tmp_path / "p").stderr
+
+
+def test_a_signature_is_enforced(weights: Path, tmp_path: Path) -> None:
+    signature = tmp_path / "signature.json"
+    signature.write_text(json.dumps({"a.q.weight": [[2, 4], "F32"], "b": [[1], "F32"]}), encoding="utf-8")
+    done = _run("compile", weights, "-o", tmp_path / "p", "--signature", signature)
+    assert done.returncode == 1
+    assert "unexpected: the model has no a.norm" in done.stderr
+    assert "missing: no source tensor becomes b" in done.stderr
+    done = _run(
+        "compile", weights, "-o", tmp_path / "p", "--signature", signature, "--allow-missing", "--allow-unexpected"
+    )
+    assert done.returncode == 0
+    assert done.stderr == "unused: a.norm\nmissing: b\n"
+
+
+@pytest.mark.parametrize("args", [[], ["nothing"], ["compile"], ["compile", "x", "--tp-size", "two", "-o", "p"]])
+def test_wrong_usage_exits_with_2(args: list[str]) -> None:
+    assert _run(*args).returncode == 2
+
+
+def test_names_are_printed_escaped(tmp_path: Path) -> None:
+    save_file({"evil\x1b[2J": torch.ones(1)}, tmp_path / "w.safetensors")
+    assert _run("compile", tmp_path / "w.safetensors", "-o", tmp_path / "p").returncode == 0
+    shown = _run("show", tmp_path / "p").stdout
+    assert "\x1b" not in shown
+    assert r"tensor evil\x1b[2J : F32[1]" in shown

@@ -1,0 +1,27 @@
+"""What holds for every test: our folders are imported as loadplan.* only, and hypothesis is reproducible in CI."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci",
+    deadline=None,  # machines are shared: a slow example is no fault
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("explore", parent=settings.get_profile("ci"), derandomize=False, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if a folder was imported by its bare name: its classes would exist twice."""
+    leaked = {"cache", "compiler", "recipes", "runtime"} & set(sys.modules)
+    if leaked:
+        print(f"\nimported by bare name, not as loadplan.*: {sorted(leaked)}")
+        session.exitstatus = 1
