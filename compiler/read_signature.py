@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from loadplan.compiler.patterns import matches_components
-from loadplan.compiler.signature import Signature, SignatureError, UnknownArchitecture
+from loadplan.compiler.signature import Signature, SignatureError, Submodel, UnknownArchitecture
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import dtype_of, torch_dtype_named
@@ -30,7 +30,16 @@ def read_module(module: nn.Module) -> Signature:
         computed_buffers=buffers,
         base_model_prefix=str(getattr(module, "base_model_prefix", "") or ""),
         model_class=type(module).__name__,
+        submodels=tuple(_submodels(module)),
     )
+
+
+def _submodels(module: nn.Module) -> Iterator[Submodel]:
+    """Modules that have a config with a model type, as transformers' models do, in the order of `named_modules`."""
+    for path, inner in module.named_modules():
+        model_type = getattr(getattr(inner, "config", None), "model_type", None)
+        if isinstance(model_type, str) and hasattr(inner, "base_model_prefix"):
+            yield Submodel(path, type(inner).__name__, model_type)
 
 
 def read_config(config: Mapping[str, object], dtype: object | None = None) -> Signature:

@@ -7,12 +7,14 @@ with fake tensors it reads the pickle only, noting for each storage where in the
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,12 +49,15 @@ def read_torch(path: Path, *, name: str) -> tuple[CheckpointFile, tuple[Entry, .
         return CheckpointError([Problem("header", f"{name}: {why}", (name, *tensor))])
 
     try:
-        size = path.stat().st_size
-        is_zip = zipfile.is_zipfile(path)
-        records = _records(path) if is_zip else {}
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            is_zip = zipfile.is_zipfile(file)
+            records = _records(file) if is_zip else {}
     except _Unplanned as fault:
         raise refuse(str(fault)) from fault
-    except (OSError, ValueError, RuntimeError, EOFError, struct.error, zipfile.BadZipFile, zlib.error) as error:
+    except OSError as error:
+        raise refuse(f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RuntimeError, EOFError, struct.error, zipfile.BadZipFile, zlib.error) as error:
         raise refuse(f"cannot be read as a zip file: {_first_line(error)}") from error
     if not is_zip:
         raise refuse(
@@ -68,7 +73,8 @@ def read_torch(path: Path, *, name: str) -> tuple[CheckpointFile, tuple[Entry, .
     except Exception as error:  # torch tells no closed set of what it raises for damaged bytes
         raise refuse(f"cannot be read as a torch file: {_first_line(error)}") from error
     if not isinstance(content, dict):
-        raise refuse(f"holds a {type(content).__name__}, a dict of tensors belongs there")
+        kind = "Tensor" if isinstance(content, torch.Tensor) else type(content).__name__
+        raise refuse(f"holds a {kind}, a dict of tensors belongs there")
 
     entries: dict[str, Entry] = {}
     spans: set[tuple[int, int]] = set()
@@ -88,16 +94,16 @@ def read_torch(path: Path, *, name: str) -> tuple[CheckpointFile, tuple[Entry, .
             raise refuse(f"two tensors are called {key!r} once nested names are joined by dots", key)
         if any("\ud800" <= mark <= "\udfff" for mark in key):
             raise refuse(f"the name {key!r} has a lone surrogate, which is not Unicode")
-        kind = TensorType(tuple(value.shape), dtype)
-        strides = None if value.stride() == row_major(kind.shape) or 0 in kind.shape else tuple(value.stride())
+        type_ = TensorType(tuple(value.shape), dtype)
+        strides = None if value.stride() == row_major(type_.shape) or 0 in type_.shape else tuple(value.stride())
         begin = offset + value.storage_offset() * dtype.itemsize
-        last = begin + sum((n - 1) * s for n, s in zip(kind.shape, value.stride(), strict=True)) * dtype.itemsize
+        last = begin + sum((n - 1) * s for n, s in zip(type_.shape, value.stride(), strict=True)) * dtype.itemsize
         if records.get(offset, -1) < storage.nbytes() or (
-            kind.numel and last + dtype.itemsize > offset + storage.nbytes()
+            type_.numel and last + dtype.itemsize > offset + storage.nbytes()
         ):
             raise refuse(f"tensor {key!r} reaches past its storage, or past its record in the file: it is cut off", key)
         spans.add((offset, offset + storage.nbytes()))
-        entries[key] = Entry(key, kind, name, begin, strides)
+        entries[key] = Entry(key, type_, name, begin, strides)
     notes = (f"{name}: {len(others)} values besides tensors are left out: {', '.join(others[:5])}",) if others else ()
     guards = tuple(_outside(sorted(spans), size))
     digest = hashlib.sha256()
@@ -108,14 +114,14 @@ def read_torch(path: Path, *, name: str) -> tuple[CheckpointFile, tuple[Entry, .
     return CheckpointFile(name, size, "torch", guards, digest.hexdigest()), tuple(entries.values()), notes
 
 
-def _records(path: Path) -> dict[int, int]:
+def _records(file: BinaryIO) -> dict[int, int]:
     """Where in the file the data of each record begins, and its nbytes.
 
     torch notes where the data of a storage begins, not how it is packed there, and with fake tensors it crashes on
     swapped bytes: both are looked at here, before torch is asked.
     """
     found: dict[int, int] = {}
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+    with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             name = record.filename
             if record.compress_type != zipfile.ZIP_STORED:

@@ -161,9 +161,12 @@ def _allocate(kind: TensorType) -> torch.Tensor:
 
 
 def _addressable(copy: Copy, chains: Sequence[tuple[DType, ...]]) -> tuple[Copy, tuple[DType, ...]]:
-    """The copy and its chain in elements that torch can address: packed ones move as whole bytes."""
+    """The copy and its chain in elements that torch can address, and moves as they are.
+
+    Packed elements move as whole bytes; booleans too, of which torch would make 0 or 1.
+    """
     chain = chains[copy.chain]
-    if not chain[0].is_packed:
+    if not chain[0].is_packed and chain[0] is not DType.BOOL:
         return copy, chain
     return copy._replace(run=copy.run * chain[0].bits // 8), (DType.U8,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -66,9 +66,9 @@ def load_state_dict(
     loaded = Execution(opened.head, section, rank, files, mode, threads).run(progress=progress)
     tensors = {tensor.name: loaded[number] for number, tensor in enumerate(opened.head.tensors)}
     for group in opened.head.equal_ties:
-        for name in group[1:]:
-            if _same_bytes(tensors[group[0]], tensors[name]):
-                tensors[name] = tensors[group[0]]
+        for count, name in enumerate(group):
+            equal = (tensors[other] for other in group[:count] if _same_bytes(tensors[other], tensors[name]))
+            tensors[name] = next(equal, tensors[name])
     if torch.device(device).type != "cpu":
         moved = {id(tensor): tensor.to(device) for tensor in tensors.values()}
         tensors = {name: moved[id(tensor)] for name, tensor in tensors.items()}
@@ -94,13 +94,15 @@ def load_into(
     where they are, on their own device. The module is not touched before everything is loaded.
 
     Raises:
-        ModuleMismatch: names, shapes or dtypes differ from the plan's, or a buffer that no plan makes is on the meta
-            device.
+        ModuleMismatch: names, shapes or dtypes differ from the plan's, a buffer that no plan makes is on the meta
+            device, or names that share a tensor in the module have different ones in the checkpoint.
         And what `load_state_dict` raises.
     """
-    opened, _ = _resolve(plan, checkpoint)
+    opened, location = _resolve(plan, checkpoint)
+    opened.section(rank)  # a rank that there is
     _check_module(module, opened, rank)
-    tensors = load_state_dict(plan, checkpoint, rank, mode=mode, threads=threads, progress=progress)
+    tensors = load_state_dict(opened, location, rank, mode=mode, threads=threads, progress=progress)
+    _check_ties(module, tensors)
     parameters: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -149,6 +151,18 @@ def _check_module(module: nn.Module, plan: Plan, rank: int) -> None:
         if name not in held and buffer.device.type == "meta"
     ]
     _refuse(faults)
+
+
+def _check_ties(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse two loaded tensors for what is one tensor in the module: the later would silently overwrite the other."""
+    held = module.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    _refuse(
+        f"{name} and {first[id(held[name])]} are one tensor in the module, the checkpoint holds two: untie them first"
+        for name in tensors
+        if held[name].device.type != "meta"
+        and tensors[first.setdefault(id(held[name]), name)] is not tensors[name]
+    )
 
 
 def _fits(tensor: torch.Tensor, kind: TensorType) -> bool:

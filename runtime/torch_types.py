@@ -59,5 +59,5 @@ def torch_dtype_named(name: str) -> torch.dtype:
     """torch's dtype by its own name, with or without `torch.`. Raises `ValueError`."""
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is not a torch dtype")  # noqa: TRY004 - a name of another thing, or of nothing
+        raise ValueError(f"{name!r} is not a torch dtype")
     return found
