@@ -6,6 +6,7 @@ Read in the order in which a plan is made:
     recipe, rules, patterns, shard   what to turn into what; `registry` finds recipes by name
     signature, target                what the model wants; for which ranks
     ir, ops                          the op graph and the ops that rules are written in
+    compose_recipe                   the recipes of a model made of models, as one
     route_names                      source names -> targets
     build_graph                      targets -> typed op graph
     match_targets                    products against the signature: coverage, ties, dtypes, waivers

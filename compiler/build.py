@@ -9,6 +9,7 @@ torch as long as there is nothing to do.
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +19,21 @@ from pathlib import Path
 
 import loadplan.compiler
 import loadplan.runtime
-from loadplan.cache import Cache, digest_json
+from loadplan.cache import Cache, canonical_json, digest_json
 from loadplan.cache.digest import digest_bytes
 from loadplan.cache.record import find_record, write_record
 from loadplan.cache.write_file import make_folder, write_atomically
 from loadplan.compiler.build_file import BuildFileError, Project, Variant
 from loadplan.compiler.checkpoint import Checkpoint
 from loadplan.compiler.patterns import PatternError
-from loadplan.compiler.pipeline import choose_recipe, compile_parts, provenance, signature_of_config
+from loadplan.compiler.pipeline import (
+    choose_recipe,
+    compile_parts,
+    model_dtype,
+    provenance,
+    signature_of_config,
+    without_floats,
+)
 from loadplan.compiler.read_folder import read_checkpoint
 from loadplan.compiler.recipe import Recipe
 from loadplan.compiler.registry import parse_config
@@ -36,7 +44,7 @@ from loadplan.runtime.location import locate
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan_format import PlanError
 
-_PLAN = "plan"
+_PLAN, _SIGNATURE = "plan", "signature"  # blobs of actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,9 @@ class Inputs:
 
     checkpoint: Checkpoint
     recipe: Recipe
+    signature: Signature | None
     target: Target
+    note: str  # why there is no signature
     parts: Mapping[str, str]  # part -> digest
 
     @property
@@ -126,36 +136,47 @@ class Build:
             return None  # of another format: compile again
 
     def _compile(self, variant: Variant, inputs: Inputs) -> Plan:
-        signature, note = self.signature(variant)
-        return compile_parts(inputs.checkpoint, inputs.recipe, signature, inputs.target, (note,) if note else ())
-
-    def signature(self, variant: Variant) -> tuple[Signature | None, str]:
-        """What the model of `variant` wants; or None, and why it is not known.
-
-        Raises:
-            BuildFileError: it must be known, and is not.
-        """
-        if variant.options.signature == "recipe":
-            return None, ""
-        inputs = self.inputs(variant)
-        signature, note = signature_of_config(inputs.checkpoint, inputs.target)
-        if signature is None and variant.options.signature == "transformers":
-            raise BuildFileError(f'{variant.label}: signature = "transformers", but {note}')
-        return signature, note
+        notes = (inputs.note,) if inputs.note else ()
+        return compile_parts(inputs.checkpoint, inputs.recipe, inputs.signature, inputs.target, notes)
 
     def _inputs(self, variant: Variant) -> Inputs:
         options = variant.options
         checkpoint = read_checkpoint(variant.source)
-        recipe = self._recipe(options.recipe, checkpoint)
         target = Target(options.dtype, options.tp_size, missing=options.missing, unexpected=options.unexpected)
-        parts = provenance(checkpoint, recipe, None, target)
-        parts |= {"signature": _signature_key(options.signature), "loadplan": compiler_digest()}
-        return Inputs(checkpoint, recipe, target, parts)
+        signature, note = (None, "") if options.signature == "recipe" else self._signature(checkpoint, target)
+        if signature is None and options.signature == "transformers":
+            raise BuildFileError(f'{variant.label}: signature = "transformers", but there is {note}')
+        recipe = self._recipe(options.recipe, checkpoint, signature)
+        parts = provenance(checkpoint, recipe, signature, target)
+        parts |= {"signature": parts["signature"] or note, "loadplan": compiler_digest()}
+        return Inputs(checkpoint, recipe, signature, target, note, parts)
 
-    def _recipe(self, name: str, checkpoint: Checkpoint) -> Recipe:
+    def _signature(self, checkpoint: Checkpoint, target: Target) -> tuple[Signature | None, str]:
+        """What the model wants; or None, and why it is not known. Filed in the cache, so that torch is not needed again.
+
+        Raises:
+            CompileError: transformers knows the class, and cannot build it from this config.
+        """
+        made_of = {
+            "config": without_floats(dict(checkpoint.config or {})),
+            "dtype": model_dtype(checkpoint, target),
+            "transformers": _transformers_version(),
+            "loadplan": compiler_digest(),
+        }
+        key = digest_json(made_of)
+        found = self._cache.fetch(key) or {}
+        if _SIGNATURE in found:
+            data = json.loads(found[_SIGNATURE])
+            return (None if data["signature"] is None else Signature.from_json(data["signature"])), data["note"]
+        signature, note = signature_of_config(checkpoint, target)
+        data = {"signature": None if signature is None else signature.to_json(), "note": note}
+        self._cache.put(key, {_SIGNATURE: canonical_json(data)})
+        return signature, note
+
+    def _recipe(self, name: str, checkpoint: Checkpoint, signature: Signature | None) -> Recipe:
         path, separator, attribute = name.rpartition(":")
         if not separator:
-            return choose_recipe(None if name == "auto" else name, checkpoint)
+            return choose_recipe(None if name == "auto" else name, checkpoint, signature)
         found = getattr(_load_file(self.project.folder / path), attribute, None)
         recipe = found if isinstance(found, Recipe) or not callable(found) else found(parse_config(checkpoint.config))
         if not isinstance(recipe, Recipe):
@@ -236,7 +257,7 @@ class Build:
         artifact = self.artifact_step(variant).output if variant.options.convert else None
         plan = Plan.open(self.plan_step(variant).output)
         parts = self.proof_parts(variant)
-        said = prove_loads(plan, artifact, variant.source, inputs, self.signature(variant)[0])
+        said = prove_loads(plan, artifact, variant.source, inputs)
         self.proof_step(variant).write_record(parts)
         return said
 
@@ -264,14 +285,12 @@ def compiler_digest() -> str:
     return digest_json([[folder, name, digest_bytes(path.read_bytes())] for folder, name, path in files])
 
 
-def _signature_key(kind: str) -> str:
-    """What a signature depends on besides the config: the library that builds the model."""
-    if kind == "recipe":
-        return kind
+def _transformers_version() -> str:
+    """The version that would build the model; empty without one. Asked of the installation: importing it takes seconds."""
     try:
-        return f"{kind}: transformers {version('transformers')}"
+        return version("transformers")
     except PackageNotFoundError:
-        return f"{kind}: no transformers"
+        return ""
 
 
 @cache

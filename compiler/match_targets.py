@@ -23,6 +23,8 @@ from loadplan.compiler.target import Target
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.tensor_type import TensorType
 
+_MAX_FRONTS = 8  # an ending that more names share says nothing about what stands before it
+
 
 @dataclass(slots=True)
 class Matched:
@@ -35,6 +37,7 @@ class Matched:
     missing: list[str] = field(default_factory=list)  # target names, waived
     casts: list[tuple[str, DType, DType]] = field(default_factory=list)  # target, stored dtype, dtype in the model
     problems: list[Problem] = field(default_factory=list)
+    names: tuple[str, ...] = ()  # all targets, also those with a fault: what an entry of a plan may name
 
 
 def match_targets(
@@ -43,6 +46,7 @@ def match_targets(
     """Match `products`; `reported` are target names whose fault is known, and not reported again."""
     matched = Matched()
     declared = dict(signature.tensors) if signature else None
+    gone = set(reported)
     made: dict[str, list[Product]] = defaultdict(list)
     strays: list[Product] = []
     for product in products:
@@ -50,12 +54,12 @@ def match_targets(
             (strays if _waived(product, recipe) else made[product.target]).append(product)
         else:
             (made[product.target] if product.target in declared else strays).append(product)
+    matched.names = tuple(sorted({*made, *gone} if declared is None else declared))
     _keep_one(made, matched)
     computed = frozenset(signature.computed_buffers) if signature else frozenset()
     unexpected = _set_aside(strays, computed, declared is not None, recipe, target, matched)
     if signature is not None:
         missing = _tie(made, signature, matched)
-        gone = set(reported)
         missing = _report_missing([name for name in missing if name not in gone], recipe, target, matched)
         _hint(unexpected, missing, matched)
     for name in sorted(made):
@@ -133,33 +137,35 @@ def _report_missing(names: Sequence[str], recipe: Recipe, target: Target, matche
 
 
 def _hint(unexpected: Sequence[str], missing: Sequence[str], matched: Matched) -> None:
-    """One more line when one prefix explains what does not fit (cases B15)."""
-    if not unexpected or not missing:
-        return
-    wanted = set(missing)
-    changes: Counter[str] = Counter()
+    """One more line when one change of prefix explains what does not fit (cases B15)."""
+    fronts: dict[str, set[str]] = defaultdict(set)  # rest of a missing name -> what stands before it
+    for name in missing:
+        parts = name.split(".")
+        for depth in range(len(parts)):
+            fronts[".".join(parts[depth:])].add(".".join(parts[:depth]))
+    changes: Counter[tuple[str, str]] = Counter()
     for name in unexpected:
         parts = name.split(".")
-        for depth in range(1, len(parts)):
-            if ".".join(parts[depth:]) in wanted:
-                changes[f"remove {'.'.join(parts[:depth])!r}"] += 1
-    tails = {
-        ".".join(parts[depth:]): ".".join(parts[:depth])
-        for parts in (m.split(".") for m in missing)
-        for depth in range(1, len(parts))
-    }
-    for name in unexpected:
-        if name in tails:
-            changes[f"add {tails[name]!r}"] += 1
-    if changes:
-        change, count = max(changes.items(), key=lambda item: (item[1], item[0]))
-        matched.problems.append(
-            Problem(
-                "unexpected",
-                f"{len(unexpected)} names are unexpected and {len(missing)} are missing; "
-                f"a rule PrefixChange that would {change} fits {count} of them",
-            )
+        for depth in range(len(parts)):
+            old, rest = ".".join(parts[:depth]), ".".join(parts[depth:])
+            found = [new for new in fronts.get(rest, ()) if "." in rest or not (old and new)]
+            if found:
+                changes.update((old, new) for new in found if len(found) <= _MAX_FRONTS)
+                break
+    if not changes:
+        return
+    (old, new), count = max(changes.items(), key=lambda item: (item[1], item[0]))
+    if old and new:
+        rule = f"WeightRenaming({f'^{old}.'!r}, {f'{new}.'!r})"
+    else:
+        rule = f"PrefixChange(prefix_to_{'remove' if old else 'add'}={old or new!r})"
+    matched.problems.append(
+        Problem(
+            "unexpected",
+            f"{len(unexpected)} names are unexpected and {len(missing)} are missing; "
+            f"the rule {rule} would make {count} of them fit",
         )
+    )
 
 
 def _settle_type(
@@ -196,10 +202,9 @@ def _wanted_dtype(name: str, stored: DType, declared: TensorType | None, recipe:
 
 def _check_plans(matched: Matched, recipe: Recipe, target: Target) -> None:
     """Refuse a dtype plan entry that concerns no tensor (cases B46): most likely it is misspelled."""
-    names = [*matched.values, *matched.aliases]
     for pattern, dtype in (*target.dtype_plan, *recipe.dtype_plan):
-        if not any(matches_components(pattern, name) for name in names):
-            matched.problems.append(unbound("dtype_plan", pattern, str(dtype), names))
+        if not any(matches_components(pattern, name) for name in matched.names):
+            matched.problems.append(unbound("dtype_plan", pattern, str(dtype), matched.names))
 
 
 def unbound(plan: str, pattern: str, value: str, names: Iterable[str]) -> Problem:

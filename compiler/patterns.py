@@ -22,7 +22,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 
 from loadplan.cache.error import LoadplanError
 
@@ -88,6 +87,8 @@ def _index(text: str) -> int | str:
 @lru_cache(maxsize=4096)
 def compile_source(text: str) -> SourcePattern:
     """The pattern as a regular expression. Raises `PatternError`."""
+    if not text:
+        raise PatternError("a source pattern is empty: it would match before any name; write '^' if that is meant")
     tokens = _TOKEN.findall(text)
     parts: list[str] = []
     wildcards: list[int] = []
@@ -101,7 +102,8 @@ def compile_source(text: str) -> SourcePattern:
             wildcards.append(groups)
             parts.append(kind)
             continue
-        if token == "+" and depth == 0 and parts[-1:] == [r"\d"]:  # a bare number tells tensors apart as `*` does
+        is_number = token == "+" and after not in _QUANTIFIERS and parts[-1:] == [r"\d"]
+        if is_number and depth == 0:  # a bare number tells tensors apart as `*` does
             groups += 1
             wildcards.append(groups)
             parts[-1] = r"(\d+)"
@@ -192,23 +194,22 @@ def compile_target(text: str, captures: int) -> TargetPattern:
     parts: list[str | int] = []
     groups = 0
     opened: list[str] = []  # parentheses around this token; what stands in them is not part of the name
-    for token in tokens:
-        if token.startswith("("):
-            opened.append(token)
-            groups += token == "("
-            if token == "(" and len(opened) == 1:
-                parts.append(groups)
-            elif len(opened) == 1 and token not in _LOOKAROUNDS:
-                raise PatternError(f"target {text!r}: {token!r} does not say which text the name gets")
-        elif token == ")":
+    for at, token in enumerate(tokens):
+        if token == ")":
             if not opened:
                 raise PatternError(f"target {text!r} closes a parenthesis that it does not open")
             opened.pop()
-        elif not opened and token[0] == "\\" and token[1:].isdigit():
+        elif token in _LOOKAROUNDS or (token == "(" and tokens[at + 1 : at + 2] != ["?"]):
+            groups += token == "(" and not set(opened) & set(_LOOKAROUNDS)
+            opened.append(token)
+            parts += [groups] if token == "(" and len(opened) == 1 else []
+        elif opened:
+            opened += [token] if token.startswith("(") else []
+        elif token[0] == "\\" and token[1:].isdigit():
             parts.append(int(token[1:]))
-        elif not opened and (token == "\\" or (token[0] == "\\" and token[1].isalnum())):
+        elif token[0] in "([\\" and (token in ("(", "\\") or token[1:2].isalnum() or len(token) > 2):
             raise PatternError(f"target {text!r}: {token!r} does not say which text the name gets")
-        elif not opened:
+        else:
             parts.append(token.removeprefix("\\"))
     if opened:
         raise PatternError(f"target {text!r} opens a parenthesis that it does not close")
@@ -220,8 +221,11 @@ def compile_target(text: str, captures: int) -> TargetPattern:
 
 def _with_text_joined(parts: Sequence[str | int]) -> tuple[str | int, ...]:
     joined: list[str | int] = []
-    for is_text, run in groupby(parts, lambda part: isinstance(part, str) and part != "*"):
-        joined.extend(["".join(map(str, run))] if is_text else run)
+    for part in parts:
+        if joined and all(isinstance(text, str) and text != "*" for text in (joined[-1], part)):
+            joined[-1] = f"{joined[-1]}{part}"
+        else:
+            joined.append(part)
     return tuple(joined)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from loadplan.cache.digest import digest_json
 from loadplan.compiler.build_graph import build_graph
 from loadplan.compiler.checkpoint import Checkpoint
+from loadplan.compiler.compose_recipe import compose_recipe
 from loadplan.compiler.lower_graph import Chains, Lowering, lower_rank
 from loadplan.compiler.match_targets import Matched, match_targets
 from loadplan.compiler.problem import CompileError, Problem
@@ -55,24 +56,35 @@ def compile_plan(
     """
     source = checkpoint if isinstance(checkpoint, Checkpoint) else read_checkpoint(checkpoint)
     wanted = target or Target()
-    rules = choose_recipe(recipe, source)
+    model, notes = _choose_signature(signature, source, wanted)
+    return compile_parts(source, choose_recipe(recipe, source, model), model, wanted, notes)
+
+
+def _choose_signature(
+    signature: Signature | nn.Module | Mapping[str, object] | str | None, checkpoint: Checkpoint, target: Target
+) -> tuple[Signature | None, tuple[str, ...]]:
+    """What the model wants, and notes for the report."""
     if isinstance(signature, str):
         if signature != "recipe":
             raise CompileError([Problem("option", f"signature={signature!r}: the only text is 'recipe'")])
-        return compile_parts(source, rules, None, wanted)
+        return None, ()
     if isinstance(signature, Signature):
-        return compile_parts(source, rules, signature, wanted)
+        return signature, ()
     if isinstance(signature, Mapping):
-        return compile_parts(source, rules, Signature.of(signature), wanted)
+        return Signature.of(signature), ()
     if signature is not None:
-        return compile_parts(source, rules, Signature.from_module(signature), wanted)
-    model, note = signature_of_config(source, wanted)
-    return compile_parts(source, rules, model, wanted, (note,) if note else ())
+        return Signature.from_module(signature), ()
+    model, note = signature_of_config(checkpoint, target)
+    return model, (note,) if note else ()
 
 
-def choose_recipe(recipe: Recipe | str | None, checkpoint: Checkpoint) -> Recipe:
-    """The recipe that is meant. Raises `CompileError` for a name that no recipe has."""
-    config = parse_config(checkpoint.config)
+def choose_recipe(recipe: Recipe | str | None, checkpoint: Checkpoint, signature: Signature | None = None) -> Recipe:
+    """The recipe that is meant, for the class of `signature` where that is another one than config.json names.
+
+    Raises:
+        CompileError: no recipe has the given name.
+    """
+    config = parse_config(_config_for(checkpoint, signature))
     if isinstance(recipe, str):
         found = find_recipe(recipe, config=config)
         if found is None:
@@ -80,7 +92,23 @@ def choose_recipe(recipe: Recipe | str | None, checkpoint: Checkpoint) -> Recipe
             hint = f"; near are {', '.join(near)}" if near else ""
             raise CompileError([Problem("option", f"no recipe is called {recipe!r}{hint}", (recipe,))])
         return found
+    if recipe is None and signature is not None and signature.submodels:
+        return compose_recipe(signature, config)
     return recipe or find_recipe(config=config) or Recipe()
+
+
+def _config_for(checkpoint: Checkpoint, signature: Signature | None) -> Mapping[str, object] | None:
+    """config.json as recipes see it: the class that is loaded comes before the one that was saved.
+
+    Only a class with a base model prefix counts: it is one of transformers', whose names say how their tensors are
+    called (a bare `LlamaModel` has no `model.` in front).
+    """
+    config = checkpoint.config
+    if config is None or signature is None or not signature.base_model_prefix:
+        return config
+    saved = config.get("architectures")
+    others = [name for name in saved if name != signature.model_class] if isinstance(saved, list) else []
+    return {**config, "architectures": [signature.model_class, *others]}
 
 
 def signature_of_config(checkpoint: Checkpoint, target: Target) -> tuple[Signature | None, str]:
@@ -92,7 +120,7 @@ def signature_of_config(checkpoint: Checkpoint, target: Target) -> tuple[Signatu
     if checkpoint.config is None or "architectures" not in checkpoint.config:
         return None, "no signature: no config.json names an architecture; targets are what the recipe makes"
     try:
-        return Signature.from_config(checkpoint.config, _model_dtype(checkpoint, target)), ""
+        return Signature.from_config(checkpoint.config, model_dtype(checkpoint, target)), ""
     except UnknownArchitecture as error:
         return None, f"no signature: {error}; targets are what the recipe makes"
     except SignatureError as error:
@@ -100,7 +128,7 @@ def signature_of_config(checkpoint: Checkpoint, target: Target) -> tuple[Signatu
         raise CompileError([Problem("config", message)]) from error
 
 
-def _model_dtype(checkpoint: Checkpoint, target: Target) -> str | None:
+def model_dtype(checkpoint: Checkpoint, target: Target) -> str | None:
     """The dtype to build the model in: the target's, the config's (None), or that of the first weight stored."""
     config = checkpoint.config or {}
     if target.dtype is not None:
@@ -130,7 +158,7 @@ def resolve(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | None,
     config = parse_config(checkpoint.config)
     declared = dict(signature.tensors) if signature else {}
     prefix = signature.base_model_prefix if signature else ""
-    routing = route_names(tuple(checkpoint.entries), recipe.rules, declared if signature else None, prefix)
+    routing = route_names(tuple(sorted(checkpoint.entries)), recipe.rules, declared if signature else None, prefix)
     products, misfits, problems = build_graph(routing, checkpoint.entries, declared, config)
     matched = match_targets(products, _targets_of((*routing.broken, *misfits), declared), signature, recipe, target)
     tensors, unsharded = shard_targets(matched, recipe, target)
@@ -206,7 +234,7 @@ def provenance(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | No
     """What goes into a plan, part by part, as digests: equal parts give an equal plan."""
     return {
         "checkpoint": digest_json([[f.name, f.size, f.format, f.header_digest] for f in checkpoint.files]),
-        "config": digest_json(_without_floats(dict(checkpoint.config or {}))),
+        "config": digest_json(without_floats(dict(checkpoint.config or {}))),
         "recipe": recipe.digest,
         "signature": signature.digest if signature else "",
         "target": target.digest,
@@ -214,12 +242,12 @@ def provenance(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | No
     }
 
 
-def _without_floats(value: object) -> object:
+def without_floats(value: object) -> object:
     """`value` with floats as text, which canonical JSON has no numbers for."""
     if isinstance(value, dict):
-        return {key: _without_floats(item) for key, item in value.items()}
+        return {key: without_floats(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_floats(item) for item in value]
+        return [without_floats(item) for item in value]
     return repr(value) if isinstance(value, float) else value
 
 

@@ -18,7 +18,6 @@ from loadplan.cache.error import LoadplanError
 from loadplan.compiler.checkpoint import Checkpoint
 from loadplan.compiler.pipeline import Resolved, resolve
 from loadplan.compiler.reference import evaluate
-from loadplan.compiler.signature import Signature
 from loadplan.runtime.artifact import Artifact
 from loadplan.runtime.load import load_state_dict
 from loadplan.runtime.location import locate
@@ -33,15 +32,13 @@ class ProofError(LoadplanError, AssertionError):
     """A loaded tensor is not what the recipe makes of the checkpoint."""
 
 
-def prove_loads(
-    plan: Plan, artifact: Path | None, source: str | Path, inputs: Inputs, signature: Signature | None
-) -> str:
+def prove_loads(plan: Plan, artifact: Path | None, source: str | Path, inputs: Inputs) -> str:
     """Compare, bit for bit, every tensor of every rank; returns a line that says what was compared.
 
     Raises:
         ProofError: a tensor differs; names it, the rank and the way it was loaded.
     """
-    resolved = resolve(inputs.checkpoint, inputs.recipe, signature, inputs.target)
+    resolved = resolve(inputs.checkpoint, inputs.recipe, inputs.signature, inputs.target)
     ways: list[tuple[str, Callable[[int], dict[str, torch.Tensor]]]] = [
         ("by plan", lambda rank: load_state_dict(plan, source, rank)),
         ("by plan, read", lambda rank: load_state_dict(plan, source, rank, mode="read")),

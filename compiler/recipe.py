@@ -26,6 +26,8 @@ class Recipe:
         tp_plan: pattern of a module or tensor, from the start of its target name, to a style (`colwise`, `rowwise`,
             `packed_colwise`, `packed_rowwise`, `embedding_rowwise`, `replicated`) or a `Shard`.
         dtype_plan: pattern of whole name components to the dtype that matching floating point targets keep.
+            Of the entries of a plan that match, the first counts; in a mapping the one that says most (with the fewest
+            `*`, then the most components, then the longest), wherever it stands.
         may_be_missing: patterns of target names that need no source; they are left out of the result.
         may_be_unused: patterns of source names that need no target; they are not loaded.
 
@@ -117,7 +119,14 @@ _TORCH_NAMES = {
 
 
 def _items(plan: Mapping[str, T] | Iterable[tuple[str, T]]) -> Iterable[tuple[str, T]]:
-    return plan.items() if isinstance(plan, Mapping) else plan
+    """Pairs as they are; a mapping has no order, so the entry that says most comes first."""
+    if not isinstance(plan, Mapping):
+        return plan
+    return sorted(plan.items(), key=lambda item: (_stars(item[0]), -item[0].count("."), -len(item[0]), item[0]))
+
+
+def _stars(pattern: str) -> int:
+    return sum("*" in part for part in pattern.split("."))
 
 
 def _checked(pattern: str) -> str:
@@ -135,11 +144,25 @@ def plain(value: object) -> object:
     """`value` as JSON: dataclasses by class name and fields, so that a digest says what they are."""
     if is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
-        found: dict[str, object] = {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-        found["class"] = kind.__qualname__
+        found: dict[str, object] = {
+            "class": kind.__qualname__,
+            "fields": {f.name: plain(getattr(value, f.name)) for f in fields(value)},
+        }
         if not kind.__module__.startswith("loadplan.compiler."):
-            found["source"] = inspect.getsource(kind)
+            found["source"] = _source_of(kind)
         return found
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
+    if isinstance(value, float):
+        return {"float": repr(value)}
     return value
+
+
+def _source_of(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError) as error:
+        raise PatternError(
+            f"{kind.__qualname__}: its source cannot be read ({error}), so a change to it would go unseen; "
+            "define it in a file"
+        ) from error

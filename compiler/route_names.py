@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from loadplan.compiler.problem import Problem
-from loadplan.compiler.rules import Rule, WeightConverter
+from loadplan.compiler.rules import Rule, Scoped, WeightConverter, converter_of
 
 _NAMED_HOLES = 1000  # one wrong number must not fill the memory with names
 _PREFIX_DEPTH = 3  # a head around a model around a model is the deepest nesting seen (cases B10)
@@ -70,13 +70,18 @@ def route_names(
     uses: Counter[int] = Counter()
     renamed = list(names)
     for number, rule in enumerate(rules):
-        if isinstance(rule, WeightConverter):
+        if converter_of(rule) is not None:
             continue
+        assert not isinstance(rule, WeightConverter), "told apart above"
         before, renamed = renamed, rule.rename(renamed)
         uses[number] += sum(old != new for old, new in zip(before, renamed, strict=True))
 
     fit = _Fit(known, base_prefix)
-    converters = [(number, rule) for number, rule in enumerate(rules) if isinstance(rule, WeightConverter)]
+    converters = [
+        (number, rule, converter)
+        for number, rule in enumerate(rules)
+        if isinstance(rule, WeightConverter | Scoped) and (converter := converter_of(rule)) is not None
+    ]
     plain: list[tuple[str, str]] = []
     kept: list[tuple[str, str]] = []
     claims: dict[tuple[int, tuple[str, ...]], _Claims] = {}
@@ -135,11 +140,11 @@ class _Fit:
 
 
 def _claim(
-    name: str, converters: Sequence[tuple[int, WeightConverter]]
+    name: str, converters: Sequence[tuple[int, WeightConverter | Scoped, WeightConverter]]
 ) -> tuple[int, WeightConverter, int, int | str | None, tuple[str, ...]] | None:
     """The first converter that takes `name`: its number, itself, which source, which list number, which targets."""
-    for number, rule in converters:
-        claimed = rule.claim(name)
+    for number, scoped, rule in converters:
+        claimed = scoped.claim(name)
         if claimed is None:
             continue
         group, found = claimed

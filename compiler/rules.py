@@ -7,7 +7,7 @@ claimed tensors into targets. All pattern semantics are in `patterns.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -20,6 +20,8 @@ from loadplan.compiler.patterns import (
     compile_source,
     compile_target,
 )
+
+_ANY = 99  # capture groups: more than a pattern can have
 
 
 class Rename(Protocol):
@@ -62,9 +64,10 @@ class WeightRenaming:
 class GroupWeightRename:
     """Pairs of names renamed together, where targets of some pairs are sources of others (norm0 -> norm1 -> norm2).
 
-    The pairs apply at once, not one after the other, and place by place: in a module where the first pair's source
-    exists, all pairs apply; where it does not, the checkpoint already has the new names, and none does. A place is
-    what comes before the match, together with what the first source's groups and `*` matched (a layer's number).
+    The pairs apply at once, not one after the other, and place by place. The guard is the first source that no pair
+    makes: in a module where it exists, all pairs apply; where it does not, the checkpoint already has the new names,
+    and none does. A place is what comes before the match, together with what the guard's groups and `*` matched (a
+    layer's number).
     """
 
     source_patterns: tuple[str, ...]
@@ -75,19 +78,26 @@ class GroupWeightRename:
         object.__setattr__(self, "target_patterns", _texts(target_patterns))
         if len(self.source_patterns) != len(self.target_patterns):
             raise PatternError(f"{self}: each source needs its own target")
-        guard = compile_source(self.source_patterns[0])
+        guard = self._guard
         for source, _ in self._pairs:
             if len(source.captures) < len(guard.captures) or len(source.wildcards) < len(guard.wildcards):
                 raise PatternError(f"{self}: {source.text!r} lacks a group of {guard.text!r}, which tells places apart")
 
     def rename(self, names: Sequence[str]) -> list[str]:
-        guard = compile_source(self.source_patterns[0])
+        guard = self._guard
         active = {_place(name, found, guard) for name in names if (found := guard.search(name))}
         return [_replace(name, self._pairs, lambda name, found: _place(name, found, guard) in active) for name in names]
 
     @cached_property
     def _pairs(self) -> list[tuple[SourcePattern, TargetPattern]]:
         return _paired(self.source_patterns, self.target_patterns)
+
+    @cached_property
+    def _guard(self) -> SourcePattern:
+        made = {_spelled(text) for text in self.target_patterns}
+        return compile_source(
+            next((s for s in self.source_patterns if _spelled(s) not in made), self.source_patterns[0])
+        )
 
     def __str__(self) -> str:
         return f"GroupWeightRename({_shown(self.source_patterns)} -> {_shown(self.target_patterns)})"
@@ -189,7 +199,62 @@ class WeightConverter:
         return f"WeightConverter({_shown(self.source_patterns)} -> {_shown(self.target_patterns)})"
 
 
-Rule = WeightRenaming | GroupWeightRename | PrefixChange | WeightConverter
+@dataclass(frozen=True)
+class Scoped:
+    """A rule for the names below one module, which sees them without the path to it.
+
+    Names may or may not have the whole model's base prefix in front (transformers_spec 2.3). Rules of a sub-model are
+    written for its own names, so that one list serves the model alone and inside others (cases B08).
+
+    Args:
+        rule: any other rule.
+        path: of the module, below the base model; empty for the base model itself.
+        base_prefix: of the whole model; may be empty.
+    """
+
+    rule: WeightRenaming | GroupWeightRename | PrefixChange | WeightConverter
+    path: str
+    base_prefix: str = ""
+
+    def rename(self, names: Sequence[str]) -> list[str]:
+        assert not isinstance(self.rule, WeightConverter), "converters claim"
+        renamed = list(names)
+        inside = [(at, *cut) for at, name in enumerate(names) if (cut := self._cut(name))]
+        for (at, front, _), rest in zip(inside, self.rule.rename([rest for _, _, rest in inside]), strict=True):
+            renamed[at] = front + rest
+        return renamed
+
+    def claim(self, name: str) -> tuple[int, Match] | None:
+        """As `WeightConverter.claim`, below the module; the match lies in the whole of `name`."""
+        assert isinstance(self.rule, WeightConverter), "renamings rename"
+        cut = self._cut(name)
+        claimed = self.rule.claim(cut[1]) if cut else None
+        if cut is None or claimed is None:
+            return None
+        group, found = claimed
+        moved = len(cut[0])
+        return group, replace(found, start=found.start + moved, end=found.end + moved)
+
+    def _cut(self, name: str) -> tuple[str, str] | None:
+        """`name` as the path to the module and the rest; None if it lies elsewhere."""
+        inner = f"{self.path}." if self.path else ""
+        outer = f"{self.base_prefix}.{inner}" if self.base_prefix else inner
+        for front in (outer, inner):
+            if name.startswith(front):
+                return front, name[len(front) :]
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.rule} in {self.path or self.base_prefix or 'the model'}"
+
+
+def converter_of(rule: Rule) -> WeightConverter | None:
+    """The converter that `rule` is, or scopes; None for a renaming."""
+    inner = rule.rule if isinstance(rule, Scoped) else rule
+    return inner if isinstance(inner, WeightConverter) else None
+
+
+Rule = WeightRenaming | GroupWeightRename | PrefixChange | WeightConverter | Scoped
 
 
 def _texts(patterns: str | Iterable[str]) -> tuple[str, ...]:
@@ -223,6 +288,15 @@ def _replace(
         if found is not None and applies(name, found):
             return name[: found.start] + target.expand(found.groups, found.stars) + name[found.end :]
     return name
+
+
+def _spelled(text: str) -> tuple[str | int, ...]:
+    """A source or target as what both may spell: literal text, groups by number, `*`."""
+    bare = text.removeprefix("^").removeprefix("\\").removeprefix(".")
+    try:
+        return compile_target(bare, _ANY).parts
+    except PatternError:
+        return (text,)  # a regular expression that no target can spell
 
 
 def _place(name: str, found: Match, guard: SourcePattern) -> tuple[object, ...]:

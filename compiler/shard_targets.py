@@ -17,25 +17,26 @@ from loadplan.runtime.plan import PlanTensor
 def shard_targets(matched: Matched, recipe: Recipe, target: Target) -> tuple[list[PlanTensor], list[Problem]]:
     """The plan's tensors, in name order.
 
-    An entry that names a tensor comes before one that names its module, the target's before the recipe's. Tied names
-    are one tensor, so they must agree. An entry that matches nothing is refused, for one rank only if the target has it:
-    a recipe's plan is not used then.
+    The target's entries come before the recipe's; of either, one that names a tensor before one that names its module.
+    Tied names are one tensor, so they must agree. An entry that matches nothing is refused, for one rank only if the
+    target has it: a recipe's plan is not used then.
     """
-    entries = (*target.tp_plan, *recipe.tp_plan)
-    names = [*matched.values, *matched.aliases]
-    found = {name: _shard_of(name, entries) for name in names}
+    plans = (target.tp_plan, recipe.tp_plan) if target.tp_size > 1 else (target.tp_plan,)
     problems = [
-        unbound("tp_plan", pattern, str(shard), names)
-        for pattern, shard in (entries if target.tp_size > 1 else target.tp_plan)
-        if not any(matches_module_or_name(pattern, name) for name in names)
+        unbound("tp_plan", pattern, str(shard), matched.names)
+        for plan in plans
+        for pattern, shard in plan
+        if not any(matches_module_or_name(pattern, name) for name in matched.names)
     ]
-    problems += _tie_problems(matched.aliases, found)
+    names = (*matched.values, *matched.aliases)
+    found = {name: shard for name in names for plan in reversed(plans) if (shard := _shard_of(name, plan))}
+    ties = _ties(matched)
+    problems += _tie_problems(ties, found)
     tensors: list[PlanTensor] = []
     for name, value in sorted(matched.values.items()):
-        shard = found[name]
-        aliases = [found[other] for other, of in matched.aliases.items() if of == name and found[other]]
+        shard = next((found[other] for other in (name, *ties.get(name, ())) if other in found), REPLICATED)
         try:
-            tensors.append(_cut(name, value, shard or (aliases[0] if aliases else None) or REPLICATED, target.tp_size))
+            tensors.append(_cut(name, value, shard, target.tp_size))
         except ShardError as error:
             problems.append(Problem("shard", f"{name}: {error} (tp_size={target.tp_size})", (name,)))
     return tensors, problems
@@ -52,11 +53,20 @@ def _shard_of(name: str, entries: tuple[tuple[str, Shard], ...]) -> Shard | None
     return of_module
 
 
-def _tie_problems(aliases: Mapping[str, str], found: Mapping[str, Shard | None]) -> list[Problem]:
+def _ties(matched: Matched) -> dict[str, tuple[str, ...]]:
+    """For each tied name, all names of its tensor, in order."""
+    groups: dict[str, set[str]] = {}
+    for tied in (*matched.equal_ties, *matched.aliases.items()):
+        joined = {name for one in tied for name in groups.get(one, {one})}
+        groups.update(dict.fromkeys(joined, joined))
+    return {name: tuple(sorted(group)) for name, group in groups.items()}
+
+
+def _tie_problems(ties: Mapping[str, tuple[str, ...]], found: Mapping[str, Shard]) -> list[Problem]:
     return [
-        Problem("shard", f"{other} and {name} are one tensor, but the plan cuts them differently", (other, name))
-        for other, name in sorted(aliases.items())
-        if found[other] and found[name] and found[other] != found[name]
+        Problem("shard", f"{' and '.join(group)} are one tensor, but the plan cuts them differently", group)
+        for group in sorted(set(ties.values()))
+        if len({found[name] for name in group if name in found}) > 1
     ]
 
 

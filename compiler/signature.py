@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loadplan.cache.digest import digest_json
 from loadplan.cache.error import LoadplanError
@@ -25,6 +25,15 @@ class UnknownArchitecture(SignatureError):
 
 
 @dataclass(frozen=True, slots=True)
+class Submodel:
+    """A model inside the model, itself included: rules of its class or type concern the names below its path."""
+
+    path: str  # of the module; empty for the whole model
+    class_name: str
+    model_type: str
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """Names, shapes and dtypes of a model's state dict, its ties, and the buffers that are not in it."""
 
@@ -33,6 +42,7 @@ class Signature:
     computed_buffers: tuple[str, ...] = ()  # non-persistent: the model makes them, no checkpoint should
     base_model_prefix: str = ""  # whole components that a checkpoint of the inner or outer model lacks or has
     model_class: str = ""  # name, for messages and for whoever builds the model
+    submodels: tuple[Submodel, ...] = ()  # those of transformers, outer ones first
 
     @classmethod
     def of(cls, tensors: Mapping[str, object], ties: Iterable[Iterable[str]] = ()) -> Signature:
@@ -75,21 +85,24 @@ class Signature:
             "computed_buffers": list(self.computed_buffers),
             "base_model_prefix": self.base_model_prefix,
             "model_class": self.model_class,
+            "submodels": [[model.path, model.class_name, model.model_type] for model in self.submodels],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> Signature:
         """The inverse of `to_json`. Raises `SignatureError` on anything else."""
         try:
-            tensors, ties, buffers = data["tensors"], data["ties"], data["computed_buffers"]
-            if not (isinstance(tensors, list) and isinstance(ties, list) and isinstance(buffers, list)):
+            parts = data["tensors"], data["ties"], data["computed_buffers"], data["submodels"]
+            if not all(isinstance(part, list) for part in parts):
                 raise TypeError("not lists")
+            tensors, ties, buffers, submodels = (list[Any](part) for part in parts if isinstance(part, list))
             return cls(
                 tuple((str(name), _type(name, (shape, dtype))) for name, shape, dtype in tensors),
                 tuple(tuple(map(str, names)) for names in ties),
                 tuple(map(str, buffers)),
                 str(data["base_model_prefix"]),
                 str(data["model_class"]),
+                tuple(Submodel(*map(str, row)) for row in submodels),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SignatureError(f"not a stored signature: {error}") from error

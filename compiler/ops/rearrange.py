@@ -171,7 +171,8 @@ class PermuteForRope:
         arg = one(self, args)
         if self.head_dim is None:
             raise ShapeError(f"{self}: the size of a head is not known")
-        if len(arg.shape) not in (1, 2) or self.head_dim % 2 or arg.shape[0] % self.head_dim:
+        is_even = self.head_dim > 0 and self.head_dim % 2 == 0
+        if len(arg.shape) not in (1, 2) or not is_even or arg.shape[0] % self.head_dim:
             raise ShapeError(
                 f"{self} of {arg}: rows must be whole heads of {self.head_dim} (an even number), in a tensor of 1 or 2 dims"
             )

@@ -72,7 +72,7 @@ class Split:
         dim = place(self, self.dim, len(arg.shape))
         if self.sizes is None or sum(self.sizes) != arg.shape[dim] or min(self.sizes, default=0) < 0:
             raise ShapeError(
-                f"{self} of {arg}: the sizes add up to {sum(self.sizes or ())}, dim {dim} has {arg.shape[dim]}"
+                f"{self} of {arg}: sizes are counts and must add up to {arg.shape[dim]}, not {sum(self.sizes or ())}"
             )
         return tuple(TensorType(resized(arg.shape, dim, size), arg.dtype) for size in self.sizes)
 
