@@ -4,7 +4,7 @@ from pathlib import Path
 
 from loadplan.compiler.tasks import task_compile, task_convert, task_verify
 
-__all__ = ["task_compile", "task_convert", "task_link", "task_lint", "task_tests", "task_types", "task_verify"]
+__all__ = ["task_bench", "task_compile", "task_convert", "task_link", "task_lint", "task_tests", "task_types", "task_verify"]
 
 DOIT_CONFIG = {"default_tasks": ["compile", "convert", "verify"]}
 
@@ -34,6 +34,11 @@ def task_lint():
 def task_types():
     """check types with mypy"""
     return {"actions": ["mypy"], "task_dep": ["link"], "verbosity": 2}
+
+
+def task_bench():
+    """measure load times beside transformers, on 2.6 GB"""
+    return {"actions": ["python tests/bench/bench_load.py"], "verbosity": 2}
 
 
 def task_tests():

@@ -15,6 +15,9 @@ from loadplan.compiler.shard import Shard, heads
 
 STALE_BUFFERS = ("rotary_emb.inv_freq",)  # old transformers saved them; models compute them
 _BARE = "Model"  # classes so called have no head, and no `model.` in front of their names
+_TRANSFORMER = tuple(  # these call their base model `transformer` (transformers 5.24, `base_model_prefix`)
+    f"{name}ForQuestionAnswering" for name in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
+)
 
 
 def head_dim(config: Config) -> int:
@@ -39,7 +42,7 @@ def model_plan(config: Config, layers: Mapping[str, str | Shard]) -> dict[str, s
     """`layers` (from the layer on) in the place where the class of `config` has them, with embedding and head."""
     classes = config.find("architectures")
     name = str(classes[0]) if isinstance(classes, list) and classes else "ForCausalLM"
-    front = "" if name.endswith(_BARE) else "model."
+    front = "" if name.endswith(_BARE) else "transformer." if name in _TRANSFORMER else "model."
     plan: dict[str, str | Shard] = {f"{front}embed_tokens": "embedding_rowwise"}
     plan.update({f"{front}layers.*.{path}": style for path, style in layers.items()})
     if name.endswith("ForCausalLM"):
