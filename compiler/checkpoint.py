@@ -31,6 +31,7 @@ class CheckpointFile:
     format: FileFormat
     guards: tuple[tuple[int, int], ...]  # byte ranges (offset, nbytes) that hold no tensor data: header, zip records
     header_digest: str  # SHA-256 (hex) of the bytes of `guards`, in their order
+    header: bytes = field(default=b"", repr=False)  # those bytes, for safetensors: what saving restores
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +41,7 @@ class Checkpoint:
     files: tuple[CheckpointFile, ...]  # in name order
     entries: Mapping[str, Entry]  # by source name
     config: Mapping[str, object] | None = None  # config.json, when the checkpoint has one
+    others: Mapping[str, bytes] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # index and config as they are, by name
     notes: tuple[str, ...] = field(default=())  # what was seen and left alone, for the report

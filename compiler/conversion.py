@@ -19,7 +19,7 @@ import torch
 
 from loadplan.cache.error import LoadplanError
 from loadplan.cache.write_file import make_folder
-from loadplan.runtime.artifact import PLAN_NAME, Artifact
+from loadplan.runtime.artifact import ORIGINAL_NAME, PLAN_NAME, Artifact
 from loadplan.runtime.execute import Execution, Progress
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Copy, CopyColumns, Head, PlanFile, Section
@@ -97,6 +97,7 @@ def _write_all(plan: Plan, files: list[SourceFile], folder: Path, progress: Prog
             progress(done, total)
     mapping = _mapping_plan(plan, groups, layouts, written)
     mapping.save(folder / PLAN_NAME)
+    plan.save(folder / ORIGINAL_NAME)
 
 
 def _groups(head: Head) -> Iterator[tuple[str, int, list[int]]]:

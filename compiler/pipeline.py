@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from loadplan.cache.digest import digest_json
+from loadplan.cache.digest import digest_bytes, digest_json
 from loadplan.compiler.build_graph import build_graph
 from loadplan.compiler.checkpoint import Checkpoint
 from loadplan.compiler.compose_recipe import compose_recipe
@@ -25,8 +25,8 @@ from loadplan.compiler.target import Target
 from loadplan.runtime.check_plan import check_head, check_section
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.open_plan import Plan
-from loadplan.runtime.plan import Head, PlanFile, PlanTensor, Report, Section
-from loadplan.runtime.plan_format import FORMAT, encode
+from loadplan.runtime.plan import Head, Origin, PlanFile, PlanSource, PlanTensor, Report, Section
+from loadplan.runtime.plan_format import FORMAT
 
 if TYPE_CHECKING:
     from torch import nn
@@ -191,7 +191,16 @@ def compile_parts(
         report=_report(checkpoint, resolved, notes),
     )
     _prove(head, sections)
-    return Plan(encode(head, sections)[0])
+    return Plan.of(head, sections, _origin(checkpoint))
+
+
+def _origin(checkpoint: Checkpoint) -> Origin:
+    files = {file.name: number for number, file in enumerate(checkpoint.files)}
+    return Origin(
+        tuple(PlanSource(e.name, e.type, files[e.file], e.offset) for _, e in sorted(checkpoint.entries.items())),
+        tuple(file.header for file in checkpoint.files),
+        tuple(sorted(checkpoint.others.items())),
+    )
 
 
 def _targets_of(conversions: Iterable[Conversion], declared: Mapping[str, object]) -> list[str]:
@@ -234,6 +243,7 @@ def provenance(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | No
     """What goes into a plan, part by part, as digests: equal parts give an equal plan."""
     return {
         "checkpoint": digest_json([[f.name, f.size, f.format, f.header_digest] for f in checkpoint.files]),
+        "index and config": digest_json({name: digest_bytes(raw) for name, raw in checkpoint.others.items()}),
         "config": digest_json(without_floats(dict(checkpoint.config or {}))),
         "recipe": recipe.digest,
         "signature": signature.digest if signature else "",

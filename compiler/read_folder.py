@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from loadplan.compiler.checkpoint import Checkpoint, CheckpointFile, Entry
@@ -94,7 +95,8 @@ def _check_siblings(names: list[str]) -> None:
 
 
 def _read_indexed(folder: Path, index: str, *, notes: tuple[str, ...]) -> Checkpoint:
-    weight_map = read_index(folder / index, index)
+    kept: dict[str, bytes] = {}
+    weight_map = read_index(folder / index, index, kept)
     files = sorted(set(weight_map.values()))
     absent = [name for name in files if not _is_file(folder / name)]
     if absent:
@@ -102,11 +104,11 @@ def _read_indexed(folder: Path, index: str, *, notes: tuple[str, ...]) -> Checkp
             Problem("file", f"{index}: names {name!r}, which is not a file in the folder; download it again", (name,))
             for name in absent
         )
-    whole = _read_files(folder, files, notes=notes, weight_map=weight_map, index=index)
+    whole = _read_files(folder, files, notes=notes, weight_map=weight_map, index=index, others=kept)
     named, suffixes = set(files), tuple({Path(name).suffix for name in files})
     strays = [name for name in _file_names(folder) if name.endswith(suffixes) and name not in named]
     seen = (*whole.notes, *(f"{name} is left out: {index} does not name it" for name in strays))
-    return Checkpoint(whole.files, whole.entries, whole.config, seen)
+    return replace(whole, notes=seen)
 
 
 def _is_file(path: Path) -> bool:
@@ -139,6 +141,7 @@ def _read_files(
     notes: tuple[str, ...],
     weight_map: Mapping[str, str] | None = None,
     index: str = "",
+    others: Mapping[str, bytes] | None = None,
 ) -> Checkpoint:
     files: list[CheckpointFile] = []
     found: dict[str, list[Entry]] = {}
@@ -155,9 +158,10 @@ def _read_files(
         for entry in entries:
             found.setdefault(entry.name, []).append(entry)
     config: dict[str, object] | None = None
+    raw = dict(others or {})
     if (folder / "config.json").is_file():
         try:
-            config = read_json(folder / "config.json", "config.json", "config")
+            config = read_json(folder / "config.json", "config.json", "config", raw)
         except CheckpointError as error:
             problems += error.problems
     if not problems:
@@ -169,7 +173,7 @@ def _read_files(
         for name, entries in sorted(found.items())
     }
     seen += _copies(found, kept)
-    return Checkpoint(tuple(sorted(files, key=lambda file: file.name)), kept, config, tuple(seen))
+    return Checkpoint(tuple(sorted(files, key=lambda file: file.name)), kept, config, raw, tuple(seen))
 
 
 def _read_file(path: Path, name: str) -> tuple[CheckpointFile, tuple[Entry, ...], tuple[str, ...]]:
@@ -178,7 +182,7 @@ def _read_file(path: Path, name: str) -> tuple[CheckpointFile, tuple[Entry, ...]
 
         return read_torch(path, name=name)
     header, digest = read_header(path, name=name)
-    file = CheckpointFile(name, path.stat().st_size, "safetensors", ((0, header.nbytes),), digest)
+    file = CheckpointFile(name, path.stat().st_size, "safetensors", ((0, header.nbytes),), digest, header.raw)
     return file, header.entries, ()
 
 

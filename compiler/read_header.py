@@ -20,7 +20,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from reprlib import Repr
@@ -54,6 +54,7 @@ class Header:
     entries: tuple[Entry, ...]
     metadata: Mapping[str, str]  # `__metadata__`, free text; empty when there is none
     nbytes: int  # of the file before the data: 8 and the JSON
+    raw: bytes = field(repr=False)  # those bytes
 
 
 class _Fault(ValueError):
@@ -147,7 +148,7 @@ def parse_header(raw: bytes, *, name: str, size: int) -> Header:
     problems += _check_layout(places, name, size=size, start=nbytes, is_whole=not problems)
     if problems:
         raise CheckpointError(problems)
-    return Header(tuple(Entry(key, type_, name, nbytes + begin) for begin, _, key, type_ in places), metadata, nbytes)
+    return Header(tuple(Entry(key, type_, name, nbytes + begin) for begin, _, key, type_ in places), metadata, nbytes, raw)
 
 
 def _length(prefix: bytes) -> int:

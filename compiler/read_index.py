@@ -19,13 +19,14 @@ class _Repeated(ValueError):
     """A JSON object has one key twice."""
 
 
-def read_json(path: Path, name: str, kind: str) -> dict[str, object]:
+def read_json(path: Path, name: str, kind: str, kept: dict[str, bytes] | None = None) -> dict[str, object]:
     """The JSON object in a file; a key given twice is refused.
 
     Args:
         path: the file.
         name: what to call it in messages.
         kind: kind of the problem that is reported (`index`, `config`).
+        kept: takes the bytes of the file, under `name`.
 
     Raises:
         CheckpointError: the file cannot be read, is no JSON, no JSON object, or nests too deep.
@@ -50,6 +51,8 @@ def read_json(path: Path, name: str, kind: str) -> dict[str, object]:
         raise refuse(f"holds a JSON {type(value).__name__}, an object belongs there")
     if fault := _fault_in(value):
         raise refuse(fault)
+    if kept is not None:
+        kept[name] = raw
     return value
 
 
@@ -81,13 +84,15 @@ def _fault_in(value: dict[str, object]) -> str | None:
     return f"nests more than {_MAX_DEPTH} levels deep" if level else None
 
 
-def read_index(path: Path, name: str) -> dict[str, str]:
+def read_index(path: Path, name: str, kept: dict[str, bytes] | None = None) -> dict[str, str]:
     """Tensor name to file name, relative to the index's folder. `metadata` is not read: published ones are often wrong.
+
+    `kept` takes the bytes of the file, under `name`.
 
     Raises:
         CheckpointError: the index is malformed, empty, or leads out of its folder.
     """
-    weight_map = read_json(path, name, "index").get("weight_map")
+    weight_map = read_json(path, name, "index", kept).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError([Problem("index", f"{name}: has no weight_map object", (name,))])
     if not weight_map:

@@ -5,6 +5,7 @@
     location, source_files           where a checkpoint lies; its files, compared with the plan
     execute                          copies of one rank, run
     load                             `load_state_dict`, `load_into`
+    save                             `save_checkpoint`: the same copies, backwards
     artifact, write_safetensors      converted checkpoints
 
 The plan modules import no torch, so that the compiler and the build need none; torch comes with the load functions.
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from loadplan.runtime.location import LocationError
     from loadplan.runtime.open_plan import Plan
     from loadplan.runtime.plan_format import PlanError
+    from loadplan.runtime.save import SaveError, save_checkpoint
     from loadplan.runtime.source_files import FileMismatch
 
 __all__ = [
@@ -34,8 +36,10 @@ __all__ = [
     "ModuleMismatch",
     "Plan",
     "PlanError",
+    "SaveError",
     "load_into",
     "load_state_dict",
+    "save_checkpoint",
 ]
 
 _HOMES = {
@@ -48,8 +52,10 @@ _HOMES = {
     "ModuleMismatch": "load",
     "Plan": "open_plan",
     "PlanError": "plan_format",
+    "SaveError": "save",
     "load_into": "load",
     "load_state_dict": "load",
+    "save_checkpoint": "save",
 }
 
 

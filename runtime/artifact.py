@@ -9,6 +9,7 @@ from loadplan.cache.error import LoadplanError
 from loadplan.runtime.open_plan import Plan
 
 PLAN_NAME = "artifact.loadplan"
+ORIGINAL_NAME = "original.loadplan"  # the plan that the files were made by: what saving goes back through
 
 
 class ArtifactError(LoadplanError, FileNotFoundError):
@@ -29,3 +30,18 @@ class Artifact:
         if not (place / PLAN_NAME).is_file():
             raise ArtifactError(f"{place}: holds no {PLAN_NAME}; give a folder that `loadplan convert` wrote")
         return cls(place, Plan.open(place / PLAN_NAME))
+
+    @property
+    def original(self) -> Plan:
+        """The plan that the files were made by. Raises `PlanError` and `OSError`."""
+        return Plan.open(self.folder / ORIGINAL_NAME)
+
+
+def open_any(plan: Plan | Artifact | str | Path) -> Plan | Artifact:
+    """A plan or an artifact: as it is, or the one at a path. Raises `ArtifactError`, `PlanError` and `OSError`."""
+    if isinstance(plan, Plan | Artifact):
+        return plan
+    path = Path(plan)
+    if path.is_dir():
+        return Artifact.open(path)
+    return Artifact.open(path.parent) if path.name == PLAN_NAME else Plan.open(path)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from math import prod
 from typing import NamedTuple
 
-from loadplan.runtime.plan import Copy, Head, PlanTensor, Section
+from loadplan.runtime.plan import Copy, Head, Origin, PlanTensor, Section
 from loadplan.runtime.tensor_type import TensorType
 
 _MAX_RUNS = 4_000_000  # places that one buffer may be taken apart into before it is refused as unprovable
 
 
-class _Area(NamedTuple):
+class Area(NamedTuple):
     """A set of elements of a buffer: `run` neighbours at `start`, once per turn of loops `(extent, step)`."""
 
     start: int
@@ -68,11 +69,27 @@ def _tiling(tensor: PlanTensor, world_size: int) -> Iterator[str]:
         yield f"{tensor.name}: an interval ends before it begins"
 
 
+def check_origin(head: Head, origin: Origin) -> Iterator[str]:
+    """What is wrong with the origin: places outside of files, headers that are not those of the files."""
+    if len(origin.headers) != len(head.files):
+        yield f"{len(origin.headers)} headers for {len(head.files)} files"
+        return
+    for file, header in zip(head.files, origin.headers, strict=True):
+        if header and sha256(header).hexdigest() != file.header_digest:
+            yield f"the header of {file.name!r} is not the one that the plan was compiled for"
+    names = [source.name for source in origin.sources]
+    if names != sorted(set(names)):
+        yield "source names are not in order, or not unique"
+    for source in origin.sources:
+        if source.file >= len(head.files) or source.offset + source.type.nbytes > head.files[source.file].size:
+            yield f"source {source.name!r} does not lie in a file"
+
+
 def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
     """What is wrong with the section of `rank`; nothing when it is proved. `check_head` must have passed."""
     kinds = [*(tensor.local_type(rank) for tensor in head.tensors), *section.temporaries]
     first_temporary = len(head.tensors)
-    areas: dict[int, list[_Area]] = defaultdict(list)
+    areas: dict[int, list[Area]] = defaultdict(list)
     latest = -1  # the last temporary that was read: it must be complete by then
     for row, copy in enumerate(section.copies):
         fault = _copy_fault(copy, head, kinds, first_temporary)
@@ -88,7 +105,7 @@ def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
             return
         bits = head.chains[copy.chain][-1].bits
         loops = sorted(((loop.extent, loop.dst * 8 // bits) for loop in copy.loops), key=lambda loop: -loop[1])
-        areas[copy.buffer].append(_Area(copy.dst * 8 // bits, copy.run, tuple(loops)))
+        areas[copy.buffer].append(Area(copy.dst * 8 // bits, copy.run, tuple(loops)))
     for buffer, kind in enumerate(kinds):
         name = head.tensors[buffer].name if buffer < first_temporary else f"temporary {buffer - first_temporary}"
         fault = covers(kind.numel, areas.get(buffer, []))
@@ -131,7 +148,7 @@ def _copy_fault(copy: Copy, head: Head, kinds: Sequence[TensorType], first_tempo
     return None
 
 
-def covers(numel: int, areas: Sequence[_Area]) -> str | None:
+def covers(numel: int, areas: Sequence[Area]) -> str | None:
     """Why `areas` do not write each of `numel` elements exactly once; None if they do.
 
     The volumes must add up; then one overlap would mean one gap. Loops that all areas share are taken off the outside
@@ -145,7 +162,7 @@ def covers(numel: int, areas: Sequence[_Area]) -> str | None:
         extent, step = fused[0].loops[0]
         if extent * step != numel or any(area.loops[0] != (extent, step) or _end(area) > step for area in fused):
             break
-        fused, numel = [_Area(area.start, area.run, area.loops[1:]) for area in fused], step
+        fused, numel = [Area(area.start, area.run, area.loops[1:]) for area in fused], step
     runs: list[tuple[int, int]] = []
     if sum(_volume(area) // area.run for area in fused) > _MAX_RUNS:
         return f"its copies fall apart into more than {_MAX_RUNS} runs and cannot be proved"
@@ -159,16 +176,16 @@ def covers(numel: int, areas: Sequence[_Area]) -> str | None:
     return None
 
 
-def _volume(area: _Area) -> int:
+def _volume(area: Area) -> int:
     return area.run * prod(extent for extent, _ in area.loops)
 
 
-def _end(area: _Area) -> int:
+def _end(area: Area) -> int:
     """One past the last element of one turn of the outermost loop."""
     return area.start + area.run + sum((extent - 1) * step for extent, step in area.loops[1:])
 
 
-def _fuse(area: _Area) -> _Area:
+def _fuse(area: Area) -> Area:
     """The same elements with loops that lie end to end joined: which ones are written matters, not in which order."""
     loops: list[tuple[int, int]] = []
     run = area.run
@@ -179,7 +196,7 @@ def _fuse(area: _Area) -> _Area:
             loops[-1] = (extent * loops[-1][0], loops[-1][1])
         else:
             loops.append((extent, step))
-    return _Area(area.start, run, tuple(reversed(loops)))
+    return Area(area.start, run, tuple(reversed(loops)))
 
 
 def _starts(start: int, loops: tuple[tuple[int, int], ...]) -> Iterator[int]:

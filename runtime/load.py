@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from loadplan.cache.error import LoadplanError
-from loadplan.runtime.artifact import PLAN_NAME, Artifact
+from loadplan.runtime.artifact import Artifact, open_any
 from loadplan.runtime.execute import Execution, Mode, Progress
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.source_files import find_files
@@ -121,16 +121,14 @@ def load_into(
 
 def _resolve(plan: Plan | Artifact | str | Path, checkpoint: str | Path | None) -> tuple[Plan, str | Path]:
     """The plan, and where its files lie."""
-    if isinstance(plan, str | Path):
-        path = Path(plan)
-        plan = Artifact.open(path) if path.is_dir() or path.name == PLAN_NAME else Plan.open(path)
-    if isinstance(plan, Artifact):
+    opened = open_any(plan)
+    if isinstance(opened, Artifact):
         if checkpoint is not None:
             raise ArgumentError("an artifact has its own files: give no checkpoint with it")
-        return plan.plan, plan.folder
+        return opened.plan, opened.folder
     if checkpoint is None:
         raise ArgumentError("a plan needs the checkpoint that it was compiled for: give its folder")
-    return plan, checkpoint
+    return opened, checkpoint
 
 
 def _check_module(module: nn.Module, plan: Plan, rank: int) -> None:
@@ -160,8 +158,7 @@ def _check_ties(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     _refuse(
         f"{name} and {first[id(held[name])]} are one tensor in the module, the checkpoint holds two: untie them first"
         for name in tensors
-        if held[name].device.type != "meta"
-        and tensors[first.setdefault(id(held[name]), name)] is not tensors[name]
+        if held[name].device.type != "meta" and tensors[first.setdefault(id(held[name]), name)] is not tensors[name]
     )
 
 

@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from loadplan.cache.write_file import make_folder, write_atomically
-from loadplan.runtime.check_plan import check_head, check_section
-from loadplan.runtime.plan import Cost, Head, Report, Section
+from loadplan.runtime.check_plan import check_head, check_origin, check_section
+from loadplan.runtime.plan import Cost, Head, Origin, Report, Section
 from loadplan.runtime.plan_format import Frames, PlanError, encode
 
 
@@ -27,9 +27,9 @@ class Plan:
         self.section = lru_cache(maxsize=None)(self._section)
 
     @classmethod
-    def of(cls, head: Head, sections: tuple[Section, ...]) -> Plan:
+    def of(cls, head: Head, sections: tuple[Section, ...], origin: Origin | None = None) -> Plan:
         """The plan of the given parts. Raises `PlanError` when they do not prove."""
-        return cls(encode(head, sections)[0])
+        return cls(encode(head, sections, origin)[0])
 
     @classmethod
     def open(cls, path: str | Path) -> Plan:
@@ -60,6 +60,14 @@ class Plan:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.head.world_size
+
+    @property
+    def origin(self) -> Origin | None:
+        """What the checkpoint looked like, None if the plan does not say. Raises `PlanError`."""
+        origin = self._frames.origin(self.world_size)
+        if origin is not None:
+            self._refuse_if(list(check_origin(self.head, origin)))
+        return origin
 
     def _section(self, rank: int) -> Section:
         """The proved section of `rank`, decoded once. Raises `PlanError`."""

@@ -1,6 +1,6 @@
 """The plan: for each rank, which bytes of which file land where, through which casts.
 
-    plan    ::= head section{world_size}
+    plan    ::= head section{world_size} origin?
     head    ::= files tensors aliases equal_ties dtype chains report provenance
     section ::= buffer* copy*                  -- the rank's tensors first, then its temporaries
     copy    ::= source buffer src dst run chain loop*
@@ -170,6 +170,25 @@ class Head:
     world_size: int
     provenance: tuple[tuple[str, str], ...] = ()  # what was compiled: part, digest
     report: Report = field(default_factory=Report)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSource:
+    """One stored tensor of the checkpoint that the plan was compiled for."""
+
+    name: str
+    type: TensorType
+    file: int  # number of the file
+    offset: int  # bytes from the start of the file to the first element
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the checkpoint looked like: what saving in its layout restores. Loading does not read it."""
+
+    sources: tuple[PlanSource, ...]  # in name order
+    headers: tuple[bytes, ...]  # per file, the bytes before its data; empty for files that are not safetensors
+    others: tuple[tuple[str, bytes], ...]  # name and content of index and config.json
 
 
 @dataclass(frozen=True, slots=True)

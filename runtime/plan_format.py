@@ -2,7 +2,7 @@
 
     file  ::= "LOADPLAN" format:u32 frames:u32 entry{frames} frame{frames}       -- little-endian
     entry ::= stored:u64 raw:u64 sha256[32]                                      -- nbytes as stored, as decoded; of what
-    frame ::= zstd(msgpack(head)) | zstd(msgpack(section))                       -- the head first, then one a rank
+    frame ::= zstd(msgpack(head | section | origin))         -- the head first, then one a rank, then the origin if any
 
 Columns of integers are byte strings of little-endian int64. A frame decodes by itself, so a rank pays for its own only.
 The digest of a plan covers the frames as decoded: another version of zstd may compress otherwise, and the plan is the
@@ -27,7 +27,7 @@ import zstandard
 
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.plan import CopyColumns, Head, PlanFile, PlanTensor, Report, Section
+from loadplan.runtime.plan import CopyColumns, Head, Origin, PlanFile, PlanSource, PlanTensor, Report, Section
 from loadplan.runtime.tensor_type import TensorType
 
 FORMAT = 1  # raise it with any change to the bytes or their meaning; plans of other formats are compiled again
@@ -47,9 +47,11 @@ class PlanError(LoadplanError, ValueError):
     """A plan file is damaged, of another format, or asks for what no plan may."""
 
 
-def encode(head: Head, sections: tuple[Section, ...]) -> tuple[bytes, str]:
+def encode(head: Head, sections: tuple[Section, ...], origin: Origin | None = None) -> tuple[bytes, str]:
     """The bytes of a plan file, and the digest of the plan."""
     raw = [_pack(_head_fields(head)), *(_pack(_section_fields(section)) for section in sections)]
+    if origin is not None:
+        raw.append(_pack(_origin_fields(origin)))
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False, write_content_size=True)
     stored = [compressor.compress(frame) for frame in raw]
     digests = [hashlib.sha256(frame).digest() for frame in raw]
@@ -81,23 +83,26 @@ class Frames:
         if self._starts[-1] != len(data):
             self._refuse(f"has {len(data)} bytes, its frames end at {self._starts[-1]}: it is cut off or damaged")
         self.digest = _plan_digest([digest for _, _, digest in self._table])
-        self.ranks = count - 1
 
     def head(self) -> Head:
         """The decoded head. Raises `PlanError`."""
         head = self._decode(0, _read_head)
-        if head.world_size != self.ranks:
-            self._refuse(f"has sections for {self.ranks} ranks, its head says {head.world_size}")
+        if len(self._table) - 1 - head.world_size not in (0, 1):
+            self._refuse(f"has {len(self._table)} frames, which does not fit the {head.world_size} ranks of its head")
         return head
 
     def section(self, rank: int) -> Section:
         """The decoded section of `rank`, not yet proved. Raises `PlanError`."""
         return self._decode(rank + 1, _read_section)
 
+    def origin(self, world_size: int) -> Origin | None:
+        """The decoded origin of a plan for `world_size` ranks; None if the plan has none. Raises `PlanError`."""
+        return self._decode(world_size + 1, _read_origin) if len(self._table) == world_size + 2 else None
+
     def _decode(self, index: int, read: Callable[[_Fields], _T]) -> _T:
         stored, size, digest = self._table[index]
         start = self._starts[index]
-        what = "its head" if index == 0 else f"the section of rank {index - 1}"
+        what = "its head" if index == 0 else f"frame {index}"
         frame = self._data[start : start + stored]
         try:
             # zstandard allocates what the frame itself declares, whatever max_output_size says
@@ -157,6 +162,14 @@ def _plain(value: object) -> object:
 def _section_fields(section: Section) -> dict[str, object]:
     columns = {name: _column_bytes(getattr(section.copies, name)) for name in CopyColumns.COLUMNS}
     return {"temporaries": [_type_fields(kind) for kind in section.temporaries], **columns}
+
+
+def _origin_fields(origin: Origin) -> dict[str, object]:
+    return {
+        "sources": [[s.name, *_type_fields(s.type), s.file, s.offset] for s in origin.sources],
+        "headers": list(origin.headers),
+        "others": [list(pair) for pair in origin.others],
+    }
 
 
 def _column_bytes(column: array[int]) -> bytes:
@@ -221,9 +234,7 @@ def _read_head(data: _Fields) -> Head:
 
 def _read_file(row: list[object]) -> PlanFile:
     _length(row, 6)
-    name = _text(row[0])
-    if not name or name.startswith("/") or "\\" in name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
-        raise ValueError(f"file name {_SHOW.repr(name)} leads out of the checkpoint folder")
+    name = _file_name(row[0])
     guards = tuple(
         (_count(pair[0]), _count(pair[1]))
         for pair in (_list(g, "guards") for g in _list(row[3], "guards"))
@@ -233,6 +244,13 @@ def _read_file(row: list[object]) -> PlanFile:
     if any(offset + nbytes > size for offset, nbytes in guards):
         raise ValueError(f"file {_SHOW.repr(name)} has {size} bytes, a guard reaches past them")
     return PlanFile(name, size, _text(row[2]), guards, _text(row[4]), _text(row[5]))
+
+
+def _file_name(value: object) -> str:
+    name = _text(value)
+    if not name or name.startswith("/") or "\\" in name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
+        raise ValueError(f"file name {_SHOW.repr(name)} leads out of the checkpoint folder")
+    return name
 
 
 def _read_tensor(row: list[object]) -> PlanTensor:
@@ -271,6 +289,22 @@ def _read_section(data: _Fields) -> Section:
     if firsts[0] != 0 or firsts[-1] != loops or any(a > b for a, b in pairwise(firsts)):
         raise ValueError("the loops of the copies do not follow each other")
     return Section(tuple(_read_type(row) for row in data.rows("temporaries")), CopyColumns(**columns))
+
+
+def _read_origin(data: _Fields) -> Origin:
+    sources = tuple(
+        PlanSource(_text(row[0]), _read_type(row[1:3]), _count(row[3]), _count(row[4]))
+        for row in data.rows("sources")
+        if _length(row, 5)
+    )
+    others = tuple((_file_name(row[0]), _bytes(row[1])) for row in data.rows("others") if _length(row, 2))
+    return Origin(sources, tuple(_bytes(header) for header in _list(data.get("headers"), "headers")), others)
+
+
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError(f"{_SHOW.repr(value)} stands where bytes belong")
+    return value
 
 
 def _list(value: object, where: str) -> list[object]:

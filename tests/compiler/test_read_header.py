@@ -307,7 +307,7 @@ def test_golden_bytes() -> None:
         b"\x01\x02\x03"
     )
     entry = Entry("w", TensorType((3,), DType.U8), FILE, 88)
-    assert parse(data) == Header((entry,), {"k": "v"}, 88)
+    assert parse(data) == Header((entry,), {"k": "v"}, 88, data[:88])
 
 
 def test_metadata_is_kept_and_absent_or_null_metadata_is_empty() -> None:

@@ -26,7 +26,8 @@ from loadplan.compiler.pipeline import compile_plan
 from loadplan.compiler.recipe import Recipe
 from loadplan.compiler.rules import WeightConverter
 from loadplan.compiler.target import Target
-from loadplan.runtime.check_plan import _Area, check_head, check_section, covers
+from loadplan.runtime.check_plan import Area as ProvedArea
+from loadplan.runtime.check_plan import check_head, check_section, covers
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Copy, CopyColumns, Head, Loop, PlanFile, PlanTensor, Report, Section
@@ -425,7 +426,7 @@ def _covered(numel: int, areas: list[Area]) -> bool:
 
 
 def _verdict(numel: int, areas: list[Area]) -> bool:
-    ordered = [_Area(start, run, tuple(sorted(loops, key=lambda loop: -loop[1]))) for start, run, loops in areas]
+    ordered = [ProvedArea(start, run, tuple(sorted(loops, key=lambda loop: -loop[1]))) for start, run, loops in areas]
     return covers(numel, ordered) is None
 
 
@@ -497,5 +498,5 @@ def test_too_many_runs() -> None:
     """Refused before they are counted out."""
     count = 5_000_000
     areas: list[Area] = [(0, 1, ((count, 2),)), (1, 1, ((count, 2),)), (2 * count, 1, ())]
-    assert "cannot be proved" in str(covers(2 * count + 1, [_Area(*area) for area in areas]))
+    assert "cannot be proved" in str(covers(2 * count + 1, [ProvedArea(*area) for area in areas]))
     assert _verdict(2 * count, areas[:2])  # the same loop around all comes off first

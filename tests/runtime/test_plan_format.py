@@ -246,8 +246,8 @@ def test_frame_counts(count: int) -> None:
 
 def test_wrong_number_of_sections() -> None:
     head, first, second = frames_of(DATA)
-    assert "has sections for 1 ranks, its head says 2" in refused(file_of([head, first]))
-    assert "has sections for 3 ranks, its head says 2" in refused(file_of([head, first, second, second]))
+    assert "has 2 frames, which does not fit the 2 ranks of its head" in refused(file_of([head, first]))
+    assert "has 5 frames, which does not fit the 2 ranks of its head" in refused(file_of([head, first, *[second] * 3]))
 
 
 class TestBombs:
