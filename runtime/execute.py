@@ -25,10 +25,11 @@ import torch
 
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.dtype import DType
+from loadplan.runtime.memory import allocate
 from loadplan.runtime.plan import Copy, Head, Section
 from loadplan.runtime.source_files import SourceFile
 from loadplan.runtime.tensor_type import TensorType
-from loadplan.runtime.torch_types import torch_dtype, torch_layout
+from loadplan.runtime.torch_types import torch_dtype
 
 Mode = Literal["auto", "map", "read", "copy"]
 Progress = Callable[[int, int], None]
@@ -71,7 +72,7 @@ class Execution:
         self._check_mode(chosen - mapped.keys(), kinds)
 
         buffers = {n: self._view(copy, kinds[n]) for n, copy in mapped.items()}
-        buffers |= {n: _allocate(kinds[n]) for n in (*sorted(chosen), *sorted(by_buffer)) if n not in buffers}
+        buffers |= {n: allocate(kinds[n]) for n in (*sorted(chosen), *sorted(by_buffer)) if n not in buffers}
         work = [copy for copy in copies if copy.buffer not in mapped]
         self._read([copy for copy in work if copy.source >= 0], buffers, progress)
         for copy in work:
@@ -153,11 +154,6 @@ def _needed(copies: Sequence[Copy], wanted: Collection[int], tensors: int) -> li
         if copy.buffer in buffers and copy.source < 0:
             buffers.add(-1 - copy.source)
     return [copy for copy in copies if copy.buffer in buffers]
-
-
-def _allocate(kind: TensorType) -> torch.Tensor:
-    shape, dtype = torch_layout(kind)
-    return torch.empty(shape, dtype=dtype)
 
 
 def _addressable(copy: Copy, chains: Sequence[tuple[DType, ...]]) -> tuple[Copy, tuple[DType, ...]]:
