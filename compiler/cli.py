@@ -8,14 +8,18 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from difflib import unified_diff
 from pathlib import Path
 
+from loadplan.cache.digest import digest_file
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.pipeline import compile_plan
 from loadplan.compiler.show import show_plan
 from loadplan.compiler.signature import Signature
 from loadplan.compiler.target import Target
+from loadplan.runtime.artifact import Artifact, open_any
 from loadplan.runtime.open_plan import Plan
+from loadplan.runtime.source_files import FileMismatch, find_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +75,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("plan", type=Path, metavar="PLAN")
     command.add_argument("--json", action="store_true", help="print it as JSON")
     command.set_defaults(run=_cost)
+
+    command = commands.add_parser("diff", help="print what differs between two plans; exit 1 if anything does")
+    command.add_argument("old", type=Path, metavar="OLD")
+    command.add_argument("new", type=Path, metavar="NEW")
+    command.set_defaults(run=_diff)
+
+    command = commands.add_parser("check", help="prove a plan again, and compare files with it")
+    command.add_argument("plan", type=Path, metavar="PLAN", help="a plan, or the folder of converted files")
+    command.add_argument(
+        "checkpoint", nargs="?", metavar="CHECKPOINT", help="compare its sizes and headers with the plan"
+    )
+    command.set_defaults(run=_check)
     return parser
 
 
@@ -140,6 +156,31 @@ def _cost(options: argparse.Namespace) -> int:
             f"{c.rank:>4} {c.target_nbytes:>16,} {c.read_nbytes:>16,} {c.amplification:>7.3f} "
             f"{c.reads:>9,} {c.copies:>9,} {c.peak_nbytes:>16,}"
         )
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    old, new = (list(show_plan(Plan.open(path))) for path in (options.old, options.new))
+    lines = list(unified_diff(old, new, str(options.old), str(options.new), lineterm="", n=0))
+    for line in lines:
+        print(line)
+    return int(bool(lines))
+
+
+def _check(options: argparse.Namespace) -> int:
+    opened = open_any(options.plan)
+    plan = opened.plan if isinstance(opened, Artifact) else opened
+    costs = [plan.cost(rank) for rank in range(plan.world_size)]
+    print(f"{options.plan}: proved, {len(plan.head.tensors)} tensors, {len(costs)} ranks")
+    if isinstance(opened, Artifact):
+        for file in plan.head.files:
+            found, _ = digest_file(opened.folder / file.name)
+            if found != file.content_digest:
+                raise FileMismatch(file.name, f"holds {found[:12]}, what was written is {file.content_digest[:12]}")
+        print(f"{options.plan}: {len(plan.head.files)} files hold what was written")
+    if options.checkpoint is not None:
+        find_files(options.checkpoint, plan.head.files)
+        print(f"{options.checkpoint}: {len(plan.head.files)} files have the sizes and headers of the plan")
     return 0
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loadplan.compiler.patterns import PatternError
-
-Intervals = tuple[tuple[int, int], ...]
+from loadplan.runtime.plan import Intervals
 
 
 class ShardError(ValueError):

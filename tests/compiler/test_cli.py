@@ -50,6 +50,35 @@ def test_compile_show_cost_convert(weights: Path, tmp_path: Path) -> None:
     )
 
 
+def test_diff_says_what_differs(weights: Path, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    _run("compile", weights, "-o", old)
+    _run("compile", weights, "-o", new, "--dtype", "bfloat16")
+    same = _run("diff", old, old)
+    assert (same.returncode, same.stdout) == (0, "")
+    changed = _run("diff", old, new)
+    assert changed.returncode == 1
+    assert "-tensor a.q.weight : F32[2,4]" in changed.stdout
+    assert "+tensor a.q.weight : BF16[2,4]" in changed.stdout
+
+
+def test_check_finds_what_was_damaged(weights: Path, tmp_path: Path) -> None:
+    plan, folder = tmp_path / "p", tmp_path / "converted"
+    _run("compile", weights, "-o", plan)
+    _run("convert", plan, weights, folder)
+    assert _run("check", plan, weights).returncode == 0
+    assert _run("check", folder).returncode == 0
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    done = _run("check", folder)
+    assert done.returncode == 1
+    assert "model.safetensors: holds " in done.stderr
+    save_file({"other": torch.ones(1)}, weights)
+    done = _run("check", plan, weights)
+    assert done.returncode == 1
+    assert "w.safetensors: has" in done.stderr
+
+
 def test_an_error_is_one_line_and_leaves_nothing(weights: Path, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     done = _run("compile", weights, "-o", tmp_path / "p")
