@@ -4,7 +4,17 @@ from pathlib import Path
 
 from loadplan.compiler.tasks import task_compile, task_convert, task_verify
 
-__all__ = ["task_bench", "task_compile", "task_convert", "task_link", "task_lint", "task_tests", "task_types", "task_verify"]
+__all__ = [
+    "task_bench",
+    "task_compile",
+    "task_convert",
+    "task_link",
+    "task_lint",
+    "task_oracle",
+    "task_tests",
+    "task_types",
+    "task_verify",
+]
 
 DOIT_CONFIG = {"default_tasks": ["compile", "convert", "verify"]}
 
@@ -39,6 +49,17 @@ def task_types():
 def task_bench():
     """measure load times beside transformers, on 2.6 GB"""
     return {"actions": ["python tests/bench/bench_load.py"], "verbosity": 2}
+
+
+def task_oracle():
+    """check every kind of checkpoint that transformers converts (makes 280 MB in build/oracle; minutes the first time)"""
+    return {
+        "actions": [
+            "cd tests && python -m oracle.tiny_models --out ../build/oracle",
+            "cd tests && python -m oracle.check_oracle --models ../build/oracle --table ../build/oracle.md",
+        ],
+        "verbosity": 2,
+    }
 
 
 def task_tests():

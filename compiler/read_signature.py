@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -52,27 +55,76 @@ def read_config(config: Mapping[str, object], dtype: object | None = None) -> Si
         UnknownArchitecture: transformers is not installed, or has no such class.
         SignatureError: the class cannot be built from this config.
     """
+    return read_pretrained(build_model(config, dtype))
+
+
+def build_model(config: Mapping[str, object], dtype: object | None = None) -> nn.Module:
+    """The transformers model that `config` names, on the meta device; arguments and errors are `read_config`'s."""
     try:
         import transformers
     except ImportError as error:
         raise UnknownArchitecture("transformers is not installed") from error
-    fields = dict(config)
-    model_type = fields.pop("model_type", None)
+    model_type = config.get("model_type")
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    model_class = getattr(transformers, name, None)
-    if not isinstance(model_type, str) or not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+    model_class = _find_class(name, model_type) if isinstance(model_type, str) else None
+    if model_class is None or not isinstance(model_type, str):
         raise UnknownArchitecture(
             f"transformers {transformers.__version__} has no class {name!r} of type {model_type!r}"
         )
     try:
         wanted = torch_dtype_named(str(dtype or config.get("dtype") or config.get("torch_dtype") or "float32"))
-        parsed = transformers.AutoConfig.for_model(model_type, **fields)
+        parsed = _config_class(model_class, model_type).from_dict(_with_floats(config))  # type: ignore[attr-defined]
         with torch.device("meta"):
-            model = model_class._from_config(parsed, dtype=wanted)  # type: ignore[attr-defined]
+            model: nn.Module = model_class._from_config(parsed, dtype=wanted)  # type: ignore[attr-defined]
     except Exception as error:  # whatever a model class raises at construction, the config is what was wrong
         raise SignatureError(f"transformers cannot build {name} from this config: {error}") from error
-    return _keep_in_float32(read_module(model), model, wanted)
+    return model
+
+
+def read_pretrained(model: nn.Module) -> Signature:
+    """The signature of a transformers model, with what its classes keep in float32 declared so."""
+    return _keep_in_float32(read_module(model), model, getattr(model, "dtype", torch.float32))
+
+
+def _find_class(name: str, model_type: str) -> type[nn.Module] | None:
+    """The model class of that name: of those that transformers exports, else of the type's folder, else of any."""
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    found = getattr(transformers, name, None)
+    root = Path(transformers.__file__).parent / "models"
+    own = root.joinpath(*model_type_to_module_name(model_type).split("."))
+    if found is None and name.isidentifier():
+        for path in (*sorted(own.glob("modeling_*.py")), *sorted(root.glob("*/modeling_*.py"))):
+            if re.search(rf"^class {name}\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+                found = getattr(import_module(f"transformers.models.{path.parent.name}.{path.stem}"), name, None)
+                break
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+
+
+def _config_class(model_class: type[nn.Module], model_type: str) -> type[object]:
+    """The config class of the type, where `model_class` takes it, else that of `model_class` (a borrowed class)."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    declared = getattr(model_class, "config_class", None)
+    try:
+        of_type: type[object] = CONFIG_MAPPING[model_type]
+    except KeyError:
+        of_type = object
+    if declared is None or issubclass(of_type, declared):
+        return of_type
+    return declared  # type: ignore[no-any-return]
+
+
+def _with_floats(value: object) -> object:
+    """A config with the floats that JSON has not, which transformers writes as `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        text = value.get("__float__")
+        if len(value) == 1 and text in ("Infinity", "-Infinity", "NaN"):
+            return float(text)
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _keep_in_float32(signature: Signature, model: nn.Module, dtype: torch.dtype) -> Signature:

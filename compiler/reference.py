@@ -19,16 +19,21 @@ from loadplan.compiler.ops import (
     Chunk,
     Concatenate,
     Conv3dToLinear,
+    FuseRuns,
     Interleave,
     LinearToConv3d,
+    MergeMessageQueries,
     MergeModulelist,
     Permute,
     PermuteForRope,
+    PlainFloats,
     Reshape,
     Slice,
     Split,
     SplitModulelist,
+    SplitRuns,
     Transpose,
+    UnpadVocab,
 )
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import torch_dtype, torch_layout
@@ -186,3 +191,40 @@ def _(op: Conv3dToLinear, arg: torch.Tensor) -> torch.Tensor:
 @_compute.register
 def _(op: LinearToConv3d, arg: torch.Tensor) -> torch.Tensor:
     return arg.reshape(arg.shape[0], op.in_channels, *op.kernel_size)
+
+
+@_compute.register
+def _(op: FuseRuns, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    assert op.lists is not None and op.runs is not None, "bound"
+    stacks = [torch.stack(part, op.stack_dim) for part in _shares(args, op.lists)]
+    return torch.cat(stacks, op.concat_dim).split(op.runs, op.stack_dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@_compute.register
+def _(op: SplitRuns, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    parts = torch.cat(args, op.stack_dim).split(op.widths, op.concat_dim)  # type: ignore[no-untyped-call]
+    return tuple(number for part in parts for number in part.unbind(op.stack_dim))
+
+
+@_compute.register
+def _(op: PlainFloats, arg: torch.Tensor) -> torch.Tensor:
+    return arg
+
+
+@_compute.register
+def _(op: UnpadVocab, arg: torch.Tensor) -> torch.Tensor:
+    return arg[: op.rows]
+
+
+@_compute.register
+def _(op: MergeMessageQueries, *args: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    if op.inverse:
+        return args[0][:, [0, 3]].flatten(0, 1), args[0][:, [1, 2]].flatten(0, 1)
+    query, mlp = args[0][::2], args[0][1::2]
+    key, value = args[1][::2], args[1][1::2]
+    return torch.stack([query, key, value, mlp], 1)
+
+
+def _shares(args: tuple[torch.Tensor, ...], count: int) -> list[tuple[torch.Tensor, ...]]:
+    size = len(args) // count
+    return [args[low : low + size] for low in range(0, len(args), size)]

@@ -22,6 +22,7 @@ from loadplan.compiler.patterns import (
 )
 
 _ANY = 99  # capture groups: more than a pattern can have
+_MAX_DIGITS = 9  # of a number to reckon with; longer ones are text
 
 
 class Rename(Protocol):
@@ -140,6 +141,78 @@ class PrefixChange:
 
 
 @dataclass(frozen=True)
+class IndexShift:
+    r"""A number in the name raised by `offset` on the way: for lists that begin at another layer than the model's.
+
+    The source has one capture group, around the number, and the target says with `\1` where it goes. A number that
+    would become negative leaves the name as it is.
+    """
+
+    source_pattern: str
+    target_pattern: str
+    offset: int
+
+    def __post_init__(self) -> None:
+        _ = self._pair
+
+    def rename(self, names: Sequence[str]) -> list[str]:
+        return [self._rename_one(name) for name in names]
+
+    def _rename_one(self, name: str) -> str:
+        source, target = self._pair
+        number = _number_in(found) if (found := source.search(name)) else None
+        if found is None or number is None or number + self.offset < 0:
+            return name
+        return name[: found.start] + target.expand((str(number + self.offset),)) + name[found.end :]
+
+    @cached_property
+    def _pair(self) -> tuple[SourcePattern, TargetPattern]:
+        return _numbered(self, self.source_pattern), _numbering(self, self.target_pattern)
+
+    def __str__(self) -> str:
+        return f"IndexShift({self.source_pattern} -> {self.target_pattern} by {self.offset:+d})"
+
+
+@dataclass(frozen=True)
+class IndexFold:
+    r"""Numbers `k * n`, `k * n + 1`, ... as one number `n` with `k` names: for layers stored as blocks of their own.
+
+    The source has one capture group, around the number `i`. The target that is used is number `i % k` of the `k`, and
+    its `\1` is `i // k`: `layers.5.mixer` becomes `layers.2.mlp` by the targets `layers.\1.self_attn, layers.\1.mlp`.
+    A target may be there twice, where the name alone says which block it belongs to.
+    """
+
+    source_pattern: str
+    target_patterns: tuple[str, ...]
+
+    def __init__(self, source_pattern: str, target_patterns: Iterable[str]) -> None:
+        object.__setattr__(self, "source_pattern", source_pattern)
+        object.__setattr__(self, "target_patterns", _texts(target_patterns))
+        _ = self._source, self._targets
+
+    def rename(self, names: Sequence[str]) -> list[str]:
+        return [self._rename_one(name) for name in names]
+
+    def _rename_one(self, name: str) -> str:
+        number = _number_in(found) if (found := self._source.search(name)) else None
+        if found is None or number is None:
+            return name
+        folded, block = divmod(number, len(self._targets))
+        return name[: found.start] + self._targets[block].expand((str(folded),)) + name[found.end :]
+
+    @cached_property
+    def _source(self) -> SourcePattern:
+        return _numbered(self, self.source_pattern)
+
+    @cached_property
+    def _targets(self) -> tuple[TargetPattern, ...]:
+        return tuple(_numbering(self, text) for text in self.target_patterns)
+
+    def __str__(self) -> str:
+        return f"IndexFold({self.source_pattern} -> {_shown(self.target_patterns)})"
+
+
+@dataclass(frozen=True)
 class WeightConverter:
     """Tensors whose names match the sources, through `operations`, into the targets.
 
@@ -212,7 +285,7 @@ class Scoped:
         base_prefix: of the whole model; may be empty.
     """
 
-    rule: WeightRenaming | GroupWeightRename | PrefixChange | WeightConverter
+    rule: WeightRenaming | GroupWeightRename | PrefixChange | IndexShift | IndexFold | WeightConverter
     path: str
     base_prefix: str = ""
 
@@ -254,7 +327,7 @@ def converter_of(rule: Rule) -> WeightConverter | None:
     return inner if isinstance(inner, WeightConverter) else None
 
 
-Rule = WeightRenaming | GroupWeightRename | PrefixChange | WeightConverter | Scoped
+Rule = WeightRenaming | GroupWeightRename | PrefixChange | IndexShift | IndexFold | WeightConverter | Scoped
 
 
 def _texts(patterns: str | Iterable[str]) -> tuple[str, ...]:
@@ -262,6 +335,27 @@ def _texts(patterns: str | Iterable[str]) -> tuple[str, ...]:
     if not texts or not all(isinstance(text, str) for text in texts):
         raise PatternError(f"patterns are one text or several, not {patterns!r}")
     return texts
+
+
+def _numbered(rule: object, text: str) -> SourcePattern:
+    """The source of a rule that reckons with the number that its only group captures."""
+    source = compile_source(text)
+    if len(source.captures) != 1 or source.wildcards:
+        raise PatternError(f"{rule}: {text!r} needs one capture group, around the number, and no `*`")
+    return source
+
+
+def _numbering(rule: object, text: str) -> TargetPattern:
+    target = compile_target(text, 1)
+    if target.stars or target.parts.count(1) != 1:
+        raise PatternError(rf"{rule}: {text!r} must say once where the number goes, as \1")
+    return target
+
+
+def _number_in(found: Match) -> int | None:
+    """What the only group captured; None if it is not a number."""
+    text = found.groups[0]
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None
 
 
 def _paired(sources: tuple[str, ...], targets: tuple[str, ...]) -> list[tuple[SourcePattern, TargetPattern]]:

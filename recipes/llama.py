@@ -12,8 +12,8 @@ from loadplan.compiler.ir import Config
 from loadplan.compiler.recipe import Recipe
 from loadplan.compiler.registry import RecipeSource
 from loadplan.compiler.shard import Shard, heads
+from loadplan.recipes.idioms import STALE_BUFFERS
 
-STALE_BUFFERS = ("rotary_emb.inv_freq",)  # old transformers saved them; models compute them
 _BARE = "Model"  # classes so called have no head, and no `model.` in front of their names
 _TRANSFORMER = tuple(  # these call their base model `transformer` (transformers 5.24, `base_model_prefix`)
     f"{name}ForQuestionAnswering" for name in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")

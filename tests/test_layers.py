@@ -15,7 +15,7 @@ BELOW = {
     "cache": set[str](),
     "runtime": {"cache"},
     "compiler": {"runtime", "cache"},
-    "recipes": {"compiler"},
+    "recipes": {"compiler", "cache"},  # of the cache, the root of all errors
 }
 OUTSIDE = {  # besides the standard library
     "cache": set[str](),
@@ -23,6 +23,7 @@ OUTSIDE = {  # besides the standard library
     "compiler": {"torch", "safetensors", "doit", "pydantic", "transformers"},
     "recipes": set[str](),
 }
+OUTSIDE_FILE = {"bridge.py": {"torch", "transformers"}}  # reads what an installed transformers has registered
 
 
 def _sources() -> Iterator[tuple[str, Path]]:
@@ -47,7 +48,7 @@ def test_imports_point_one_way(folder: str, path: Path) -> None:
         if first == "loadplan":
             assert rest.partition(".")[0] in BELOW[folder] | {folder}, f"{path.name} imports {name}"
         elif first not in sys.stdlib_module_names:
-            assert first in OUTSIDE[folder], f"{path.name} imports {name}"
+            assert first in OUTSIDE[folder] | OUTSIDE_FILE.get(path.name, set()), f"{path.name} imports {name}"
 
 
 def test_layers_are_found() -> None:
@@ -62,6 +63,7 @@ def test_layers_are_found() -> None:
         "from loadplan.compiler import compile_plan, Target, Signature, CompileError, read_checkpoint",
         "from loadplan.compiler.ops import Chunk, Concatenate, MergeModulelist",
         "from loadplan.recipes import Recipe, WeightConverter, find_recipe; find_recipe('mixtral')",
+        "from loadplan.recipes.bridge import bridge_recipe",
         "import loadplan.compiler.cli, loadplan.compiler.tasks",
     ],
 )

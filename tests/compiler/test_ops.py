@@ -14,6 +14,7 @@ import pytest
 import torch
 from by_hand import Numbers, elements, tensor_type
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from strategies import Graph, graphs, storage_numel, stored_tensor
 
 from loadplan.compiler import ops
@@ -25,16 +26,21 @@ from loadplan.compiler.ops import (
     Chunk,
     Concatenate,
     Conv3dToLinear,
+    FuseRuns,
     Interleave,
     LinearToConv3d,
+    MergeMessageQueries,
     MergeModulelist,
     Permute,
     PermuteForRope,
+    PlainFloats,
     Reshape,
     Slice,
     Split,
     SplitModulelist,
+    SplitRuns,
     Transpose,
+    UnpadVocab,
 )
 from loadplan.compiler.reference import ReferenceFault, evaluate, register_reference
 from loadplan.runtime.dtype import DType
@@ -73,11 +79,17 @@ ROWS = [
     row(Concatenate(-2), "BF16[3,1,2] BF16[3,4,2] -> BF16[3,5,2]"),
     row(Concatenate(1), "I64[2,7] -> I64[2,7]"),
     row(Conv3dToLinear(3, (2, 2, 1)), "F32[5,3,2,2,1] -> F32[5,12]"),
+    row(FuseRuns(0, 1, 2, (2, 1)), "F32[3,2] F32[3,2] F32[3,2] F32[4,2] F32[4,2] F32[4,2] -> F32[2,7,2] F32[1,7,2]"),
+    row(FuseRuns(0, 1, 1, (1, 2)), "F16[2] F16[2] F16[2] -> F16[1,2] F16[2,2]"),
+    row(FuseRuns(-1, 0, 3, (1,)), "U8[2,5] U8[1,5] U8[3,5] -> U8[6,5,1]"),
+    row(FuseRuns(1, 2, 2, (1, 1)), "F32[2,3] F32[2,3] F32[2,1] F32[2,1] -> F32[2,1,4] F32[2,1,4]"),
     row(Interleave(0), "F32[6] -> F32[6]"),
     row(Interleave(-1), "F32[3,4] -> F32[3,4]"),
     row(Interleave(1, inverse=True), "F32[2,8,3] -> F32[2,8,3]"),
     row(Interleave(0), "F32[0,3] -> F32[0,3]"),
     row(LinearToConv3d(2, (1, 3, 2)), "F32[4,12] -> F32[4,2,1,3,2]"),
+    row(MergeMessageQueries(), "F32[4,3] F32[4,3] -> F32[2,4,3]"),
+    row(MergeMessageQueries(inverse=True), "BF16[3,4,1] -> BF16[6,1] BF16[6,1]"),
     row(MergeModulelist(0), "F32[2,3] F32[2,3] F32[2,3] -> F32[3,2,3]"),
     row(MergeModulelist(-1), "F16[2] F16[2] -> F16[2,2]"),
     row(MergeModulelist(1), "F16[2,4] F16[2,4] -> F16[2,2,4]"),
@@ -87,6 +99,7 @@ ROWS = [
     row(PermuteForRope(head_dim=4), "F32[8,3] -> F32[8,3]"),
     row(PermuteForRope(head_dim=6, inverse=True), "F32[12] -> F32[12]"),
     row(PermuteForRope(head_dim=2), "F32[0,3] -> F32[0,3]"),
+    row(PlainFloats(), "BF16[2,3] -> BF16[2,3]"),
     row(Reshape((3, 4)), "F32[2,6] -> F32[3,4]"),
     row(Reshape((2, -1, 3)), "F32[2,6] -> F32[2,2,3]"),
     row(Reshape(()), "F32[1,1] -> F32[]"),
@@ -98,9 +111,13 @@ ROWS = [
     row(Split(-1, (0, 3)), "F32[2,3] -> F32[2,0] F32[2,3]"),
     row(SplitModulelist(0), "F32[3,2] -> F32[2] F32[2] F32[2]"),
     row(SplitModulelist(-1), "F32[2,3,2] -> F32[2,3] F32[2,3]"),
+    row(SplitRuns(0, 1, (1, 2)), "F32[2,3] F32[1,3] -> F32[1] F32[1] F32[1] F32[2] F32[2] F32[2]"),
+    row(SplitRuns(2, -2, (3,)), "F32[2,3,1] F32[2,3,2] -> F32[2,3] F32[2,3] F32[2,3]"),
     row(Transpose(), "F32[2,5] -> F32[5,2]"),
     row(Transpose(-1, 0), "F32[2,3,4] -> F32[4,3,2]"),
     row(Transpose(1, 1), "F32[2,3] -> F32[2,3]"),
+    row(UnpadVocab(3), "F32[5,2] -> F32[3,2]"),
+    row(UnpadVocab(4), "F16[4] -> F16[4]"),
 ]
 
 REFUSED = [
@@ -148,6 +165,37 @@ REFUSED = [
         "F32[4,24]",
         "Conv3dToLinear(in_channels=3, kernel_size=(2, 2, 2)) of F32[4,24]: not the weight of such a convolution",
     ),
+    (FuseRuns(), "F32[2]", f"{FuseRuns()} of 1 tensors: they must be lists of equal length"),
+    (
+        FuseRuns(0, 1, 2, (2,)),
+        "F32[2] F32[2] F32[2]",
+        f"{FuseRuns(0, 1, 2, (2,))} of 3 tensors: they must be lists of equal length",
+    ),
+    (
+        FuseRuns(0, 1, 1, (2, 1)),
+        "F32[2] F32[2]",
+        f"{FuseRuns(0, 1, 1, (2, 1))}: runs must be of one or more, and add up to the 2 of a list",
+    ),
+    (
+        FuseRuns(0, 1, 1, (2, 0)),
+        "F32[2] F32[2]",
+        f"{FuseRuns(0, 1, 1, (2, 0))}: runs must be of one or more, and add up to the 2 of a list",
+    ),
+    (
+        FuseRuns(0, 0, 1, (2,)),
+        "F32[2] F32[2]",
+        f"{FuseRuns(0, 0, 1, (2,))}: stacks are joined along another dim than they are stacked on",
+    ),
+    (
+        FuseRuns(0, 1, 1, (2,)),
+        "F32[2] F32[3]",
+        "MergeModulelist(dim=0): number 1 is F32[3], number 0 is F32[2]; all must be alike",
+    ),
+    (
+        FuseRuns(0, 1, 2, (1,)),
+        "F32[2,3] F32[2,4]",
+        f"{FuseRuns(0, 1, 2, (1,))}: list 1 is F32[1,2,4], list 0 is F32[1,2,3]; only dim 1 may differ",
+    ),
     (Interleave(0), "F32[5]", "Interleave(dim=0, inverse=False) of F32[5]: dim 0 has 5, which is odd"),
     (Interleave(1), "F32[4]", "Interleave(dim=1, inverse=False): dim 1 of a tensor with 1 dims"),
     (
@@ -155,6 +203,17 @@ REFUSED = [
         "F32[4,25]",
         "LinearToConv3d(in_channels=3, kernel_size=(2, 2, 2)) of F32[4,25]: the second dim must be 24",
     ),
+    (
+        MergeMessageQueries(),
+        "F32[4,3]",
+        f"{MergeMessageQueries()} of F32[4,3]: it takes two [2 * layers, size] of one type",
+    ),
+    (
+        MergeMessageQueries(),
+        "F32[3,3] F32[3,3]",
+        f"{MergeMessageQueries()} of F32[3,3], F32[3,3]: it takes two [2 * layers, size] of one type",
+    ),
+    (MergeMessageQueries(True), "F32[2,3,3]", f"{MergeMessageQueries(True)} of F32[2,3,3]: it takes [layers, 4, size]"),
     (MergeModulelist(0), "", "MergeModulelist(dim=0) of no tensors"),
     (
         MergeModulelist(0),
@@ -195,6 +254,11 @@ REFUSED = [
             "the size of a head is not known"
         ),
     ),
+    (
+        PlainFloats(),
+        "F8_E4M3[2]",
+        "PlainFloats() of F8_E4M3[2]: these are quantised values, which mean nothing without their scales; dequantise the checkpoint first",
+    ),
     (Reshape((4, 2)), "F32[2,3]", "Reshape(shape=(4, 2)) of F32[2,3]: 6 elements are not 8"),
     (Reshape((4, -1)), "F32[2,3]", "Reshape(shape=(4, -1)) of F32[2,3]: 6 elements do not divide by 4"),
     (Reshape((0, -1)), "F32[0,3]", "Reshape(shape=(0, -1)) of F32[0,3]: 0 elements do not divide by 0"),
@@ -215,7 +279,34 @@ REFUSED = [
     ),
     (Split(0), "F32[8]", "Split(dim=0, sizes=None) of F32[8]: sizes are counts and must add up to 8, not 0"),
     (SplitModulelist(0), "F32[]", "SplitModulelist(dim=0): dim 0 of a tensor with 0 dims"),
+    (SplitRuns(), "", f"{SplitRuns()} of no tensors"),
+    (
+        SplitRuns(),
+        "F32[2,3]",
+        f"{SplitRuns()} of F32[2,3]: widths are along another dim than the list, and must fill it",
+    ),
+    (
+        SplitRuns(0, 1, (1, 1)),
+        "F32[2,3]",
+        f"{SplitRuns(0, 1, (1, 1))} of F32[2,3]: widths are along another dim than the list, and must fill it",
+    ),
+    (
+        SplitRuns(1, 1, (3,)),
+        "F32[2,3]",
+        f"{SplitRuns(1, 1, (3,))} of F32[2,3]: widths are along another dim than the list, and must fill it",
+    ),
+    (
+        SplitRuns(0, 1, (3,)),
+        "F32[2,3] F32[1,4]",
+        f"{SplitRuns(0, 1, (3,))}: run 1 is F32[1,4], run 0 is F32[2,3]; only dim 0 may differ",
+    ),
     (Transpose(0, 2), "F32[2,3]", "Transpose(dim0=0, dim1=2, check_dims=False): dim 2 of a tensor with 2 dims"),
+    (
+        UnpadVocab(),
+        "F32[4]",
+        "UnpadVocab(rows=None): neither the config (unpadded_vocab_size) nor a signature says how many rows are words",
+    ),
+    (UnpadVocab(5), "F32[4,2]", "UnpadVocab(rows=5) of F32[4,2]: it has not so many rows"),
 ]
 
 
@@ -283,7 +374,7 @@ def undone(results: tuple[Value, ...]) -> tuple[Value, ...]:
 
 def is_undoable(node: Node) -> bool:
     """Whether the inverse gives all back: a slice of a part gives up the rest, an empty list has no type."""
-    lossy = isinstance(node.op, Slice) and node.types[0] != node.args[0].type
+    lossy = isinstance(node.op, Slice | UnpadVocab) and node.types[0] != node.args[0].type
     return not lossy and bool(node.types)
 
 
@@ -441,6 +532,38 @@ def test_only_named_layers_are_permuted_by_whole_component(name: str, permuted: 
     assert found == (op if permuted else Reshape((8,)))
 
 
+@pytest.mark.parametrize(
+    ("config", "targets", "rows"),
+    [
+        ({"unpadded_vocab_size": 3}, ("F32[4,2]",), 3),
+        ({"unpadded_vocab_size": 5, "text_config": {"unpadded_vocab_size": 2}}, (None,), 2),
+        ({"text_config": {"vocab_size": 8}}, ("F32[4,2]",), 4),
+        ({"unpadded_vocab_size": "3"}, (None,), None),
+    ],
+)
+def test_the_number_of_words_comes_from_the_config_or_the_target(
+    config: dict[str, object], targets: tuple[str | None, ...], rows: int | None
+) -> None:
+    assert bound(UnpadVocab(), binding(*targets, config=config), "F32[6,2]") == UnpadVocab(rows)
+
+
+@pytest.mark.parametrize(
+    ("targets", "runs"),
+    [((None, None), (3, 2)), (("F32[1,8,3]", "F32[4,8,3]"), (1, 4)), (("F32[1,8,3]", None), (3, 2)), ((None,), (5,))],
+)
+def test_runs_are_those_of_the_declared_targets_else_equal(
+    targets: tuple[str | None, ...], runs: tuple[int, ...]
+) -> None:
+    found = bound(FuseRuns(), binding(*targets, names=("gate.*", "up.*")), *["F32[4,3]"] * 10)
+    assert found == FuseRuns(0, 1, 2, runs)
+
+
+def test_parts_of_fused_lists_are_equal_unless_told() -> None:
+    assert bound(SplitRuns(), binding(None, None), "F32[2,6,3]") == SplitRuns(0, 1, (3, 3))
+    with pytest.raises(ShapeError, match="dim 1 does not divide by 4"):
+        bound(SplitRuns(), binding(*[None] * 4), "F32[2,6,3]")
+
+
 # Cases B48, and the published layouts that the ops are named after.
 
 
@@ -479,6 +602,36 @@ def test_interleaved_pairs_come_apart() -> None:
     assert made(Interleave(0), "F32[6]") == [[0, 2, 4, 1, 3, 5]]
     assert made(Interleave(0, inverse=True), "F32[6]") == [[0, 3, 1, 4, 2, 5]]
     assert made(Interleave(1), "F32[2,4]") == [[0, 2, 1, 3, 4, 6, 5, 7]]
+
+
+def test_one_list_of_experts_becomes_one_tensor_a_modality() -> None:
+    """Gate and up of three experts, of which the first two are for text: what one is beside the other, by hand."""
+    gate, up = ([[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]])
+    found = made(FuseRuns(0, 1, 2, (2, 1)), *["F32[1,2]"] * 6)
+    assert found == [[*gate[0], *up[0], *gate[1], *up[1]], [*gate[2], *up[2]]]
+
+
+def test_queries_of_a_layer_lie_in_the_order_query_key_value_mlp() -> None:
+    """Rows of two layers: query and mlp are 0 to 3, key and value 4 to 7."""
+    assert made(MergeMessageQueries(), "F32[4,1]", "F32[4,1]") == [[0, 4, 5, 1, 2, 6, 7, 3]]
+
+
+@given(st.data())
+def test_any_lists_are_fused_and_split_again(data: st.DataObject) -> None:
+    runs = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    widths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    stack, join = data.draw(st.permutations([0, 1, 2]))[:2]
+    other = data.draw(st.integers(1, 2))
+    at = join - (join > stack)
+    kinds = [f"F64[{width},{other}]" if at == 0 else f"F64[{other},{width}]" for width in widths]
+    entries, args = stored(*(kind for kind in kinds for _ in range(sum(runs))))
+    tensors, flat = numbered(entries)
+    results = apply(FuseRuns(stack - 3, join, len(widths), runs), *args)
+    lowering = Lowering(entries)
+    for back, arg in zip(undone(results), args, strict=True):
+        assert back.type == arg.type
+        assert torch.equal(evaluate(back, tensors), evaluate(arg, tensors))
+        assert np.array_equal(elements(lowering.lower(back), flat), elements(lowering.lower(arg), flat))
 
 
 # The reference itself.
