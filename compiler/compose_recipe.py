@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from loadplan.compiler.ir import Config
 from loadplan.compiler.recipe import Recipe
-from loadplan.compiler.registry import find_recipe
+from loadplan.compiler.registry import find_recipe, is_registered
 from loadplan.compiler.rules import Rule, Scoped
 from loadplan.compiler.signature import Signature, Submodel
 
@@ -46,14 +46,19 @@ def _claimed(submodels: Sequence[Submodel], config: Config) -> list[tuple[Submod
         if model.class_name in above:
             continue
         names = [model.class_name]
-        recipe = find_recipe(model.class_name, config=config)
+        recipe = _find(model, model.class_name, config)
         if recipe is None and model.model_type not in above:
-            recipe = find_recipe(model.model_type, config=config)
+            recipe = _find(model, model.model_type, config)
             names.append(model.model_type)
         if recipe is not None:
             claims.extend((model.path, name) for name in names)
             found.append((model, recipe))
     return found
+
+
+def _find(model: Submodel, name: str, config: Config) -> Recipe | None:
+    """The recipe called `name`; for a custom class only if a user registered it, since its type may be another's."""
+    return None if model.is_custom and not is_registered(name) else find_recipe(name, config=config)
 
 
 def _scoped(model: Submodel, recipe: Recipe, base_prefix: str) -> list[Rule]:

@@ -187,6 +187,7 @@ def compile_parts(
         equal_ties=tuple(resolved.matched.equal_ties),
         chains=chains,
         world_size=target.world_size,
+        constants=signature.constants if signature else (),
         provenance=tuple(provenance(checkpoint, recipe, signature, target).items()),
         report=_report(checkpoint, resolved, notes),
     )

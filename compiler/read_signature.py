@@ -15,8 +15,12 @@ from torch import nn
 from loadplan.compiler.patterns import matches_components
 from loadplan.compiler.signature import Signature, SignatureError, Submodel, UnknownArchitecture
 from loadplan.runtime.dtype import DType
+from loadplan.runtime.memory import memory_of
+from loadplan.runtime.plan import Constant
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import dtype_of, torch_dtype_named
+
+_MAX_CONSTANT_NBYTES = 16 << 20  # a buffer larger than this is a mask, which models make when they run
 
 
 def read_module(module: nn.Module) -> Signature:
@@ -26,15 +30,62 @@ def read_module(module: nn.Module) -> Signature:
     owners: dict[int, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         owners[id(tensor)].append(name)
-    buffers = tuple(name for name, _ in module.named_buffers(remove_duplicate=False) if name not in state)
+    buffers = {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in state}
     return Signature(
         tensors=tensors,
         ties=tuple(tuple(names) for names in owners.values() if len(names) > 1),
-        computed_buffers=buffers,
+        computed_buffers=tuple(buffers),
+        constants=tuple(_constant(name, b) for name, b in buffers.items() if b.device.type != "meta" and _is_small(b)),
         base_model_prefix=str(getattr(module, "base_model_prefix", "") or ""),
         model_class=type(module).__name__,
         submodels=tuple(_submodels(module)),
     )
+
+
+def _is_small(buffer: torch.Tensor) -> bool:
+    return buffer.numel() * buffer.element_size() <= _MAX_CONSTANT_NBYTES
+
+
+def _constant(name: str, buffer: torch.Tensor) -> Constant:
+    value = buffer.detach().cpu().contiguous()
+    return Constant(name, _type(name, value), bytes(memory_of(value)))
+
+
+def _initialized(model: nn.Module) -> Iterator[Constant]:
+    """The values that a transformers model on the meta device gives its non-persistent buffers.
+
+    Each module with such buffers is initialised as `from_pretrained` does it, by `_init_weights` of the model that it is
+    part of, once with buffers of zeros and once of ones: what comes out equal is what the code computes. A buffer that
+    `_init_weights` does not know is left as it was, and is not a constant (transformers_spec 9.1, 16).
+    """
+    owner: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        above = owner.get(path.rpartition(".")[0], model)
+        owner[path] = module if hasattr(module, "_init_weights") else above
+        names = [
+            name
+            for name in sorted(module._non_persistent_buffers_set)
+            if (buffer := module._buffers.get(name)) is not None and buffer.is_meta and _is_small(buffer)
+        ]
+        initialize = getattr(owner[path], "_init_weights", None)
+        if not names or initialize is None:
+            continue
+        before = {name: module._buffers[name] for name in names}
+        trials: list[dict[str, torch.Tensor]] = []
+        try:
+            for fill in (0, 1):
+                for name, buffer in before.items():
+                    module._buffers[name] = torch.full_like(buffer, fill, device="cpu")
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    initialize(module)
+                trials.append({name: module._buffers[name].clone() for name in names})
+        except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
+            continue  # it needs more than buffers: their values are not known here
+        finally:
+            module._buffers.update(before)
+        for name in names:
+            if torch.equal(*(trial[name] for trial in trials)):
+                yield _constant(f"{path}.{name}" if path else name, trials[0][name])
 
 
 def _submodels(module: nn.Module) -> Iterator[Submodel]:
@@ -42,7 +93,8 @@ def _submodels(module: nn.Module) -> Iterator[Submodel]:
     for path, inner in module.named_modules():
         model_type = getattr(getattr(inner, "config", None), "model_type", None)
         if isinstance(model_type, str) and hasattr(inner, "base_model_prefix"):
-            yield Submodel(path, type(inner).__name__, model_type)
+            is_custom = not type(inner).__module__.startswith("transformers.")
+            yield Submodel(path, type(inner).__name__, model_type, is_custom)
 
 
 def read_config(config: Mapping[str, object], dtype: object | None = None) -> Signature:
@@ -84,7 +136,8 @@ def build_model(config: Mapping[str, object], dtype: object | None = None) -> nn
 
 def read_pretrained(model: nn.Module) -> Signature:
     """The signature of a transformers model, with what its classes keep in float32 declared so."""
-    return _keep_in_float32(read_module(model), model, getattr(model, "dtype", torch.float32))
+    signature = _keep_in_float32(read_module(model), model, getattr(model, "dtype", torch.float32))
+    return replace(signature, constants=(*signature.constants, *_initialized(model)))
 
 
 def _find_class(name: str, model_type: str) -> type[nn.Module] | None:

@@ -54,6 +54,11 @@ def find_recipe(*names: str, config: Mapping[str, object] | Config | None = None
     return None
 
 
+def is_registered(name: str) -> bool:
+    """Whether `register_recipe` was called for `name` in this process."""
+    return name in _registered
+
+
 def known_recipes() -> list[str]:
     """All names, in order."""
     return sorted({*_registered, *_packaged()})

@@ -10,6 +10,7 @@ from loadplan.cache.digest import digest_json
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.patterns import PatternError
 from loadplan.compiler.recipe import parse_dtype
+from loadplan.runtime.plan import Constant
 from loadplan.runtime.tensor_type import TensorType
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Submodel:
     path: str  # of the module; empty for the whole model
     class_name: str
     model_type: str
+    is_custom: bool = False  # a class from elsewhere, under a type that may be another's: only registered rules are its
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Signature:
     tensors: tuple[tuple[str, TensorType], ...]  # parameters and persistent buffers, in the model's order
     ties: tuple[tuple[str, ...], ...] = ()  # groups of names that are one tensor
     computed_buffers: tuple[str, ...] = ()  # non-persistent: the model makes them, no checkpoint should
+    constants: tuple[Constant, ...] = ()  # the values of those of them that are known without running the model
     base_model_prefix: str = ""  # whole components that a checkpoint of the inner or outer model lacks or has
     model_class: str = ""  # name, for messages and for whoever builds the model
     submodels: tuple[Submodel, ...] = ()  # those of transformers, outer ones first
@@ -83,26 +86,35 @@ class Signature:
             "tensors": [[name, list(kind.shape), str(kind.dtype)] for name, kind in self.tensors],
             "ties": [list(names) for names in self.ties],
             "computed_buffers": list(self.computed_buffers),
+            "constants": [[c.name, list(c.type.shape), str(c.type.dtype), c.data.hex()] for c in self.constants],
             "base_model_prefix": self.base_model_prefix,
             "model_class": self.model_class,
-            "submodels": [[model.path, model.class_name, model.model_type] for model in self.submodels],
+            "submodels": [
+                [model.path, model.class_name, model.model_type, model.is_custom] for model in self.submodels
+            ],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> Signature:
         """The inverse of `to_json`. Raises `SignatureError` on anything else."""
         try:
-            parts = data["tensors"], data["ties"], data["computed_buffers"], data["submodels"]
+            parts = data["tensors"], data["ties"], data["computed_buffers"], data["constants"], data["submodels"]
             if not all(isinstance(part, list) for part in parts):
                 raise TypeError("not lists")
-            tensors, ties, buffers, submodels = (list[Any](part) for part in parts if isinstance(part, list))
+            tensors, ties, buffers, constants, submodels = (list[Any](part) for part in parts if isinstance(part, list))
             return cls(
                 tuple((str(name), _type(name, (shape, dtype))) for name, shape, dtype in tensors),
                 tuple(tuple(map(str, names)) for names in ties),
                 tuple(map(str, buffers)),
+                tuple(
+                    Constant(str(name), _type(name, (shape, dtype)), bytes.fromhex(data))
+                    for name, shape, dtype, data in constants
+                ),
                 str(data["base_model_prefix"]),
                 str(data["model_class"]),
-                tuple(Submodel(*map(str, row)) for row in submodels),
+                tuple(
+                    Submodel(str(path), str(name), str(kind), bool(custom)) for path, name, kind, custom in submodels
+                ),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SignatureError(f"not a stored signature: {error}") from error

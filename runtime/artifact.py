@@ -33,8 +33,19 @@ class Artifact:
 
     @property
     def original(self) -> Plan:
-        """The plan that the files were made by. Raises `PlanError` and `OSError`."""
-        return Plan.open(self.folder / ORIGINAL_NAME)
+        """The plan that the files were made by.
+
+        Raises:
+            ArtifactError: it is not there, or is not the one that this artifact was made by.
+            PlanError: it is damaged.
+        """
+        path = self.folder / ORIGINAL_NAME
+        if not path.is_file():
+            raise ArtifactError(f"{self.folder}: holds no {ORIGINAL_NAME}; convert the checkpoint again")
+        plan = Plan.open(path)
+        if dict(self.plan.head.provenance).get("plan") != plan.digest:
+            raise ArtifactError(f"{path}: is not the plan that {PLAN_NAME} was made by; convert the checkpoint again")
+        return plan
 
 
 def open_any(plan: Plan | Artifact | str | Path) -> Plan | Artifact:

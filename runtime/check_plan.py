@@ -40,6 +40,11 @@ def check_head(head: Head) -> Iterator[str]:
     for group in head.equal_ties:
         if len(group) < 2 or not known.issuperset(group):
             yield f"tie {group} does not name tensors"
+    if len({constant.name for constant in head.constants} - known) != len(head.constants):
+        yield "a constant is given twice, or hides a tensor"
+    for constant in head.constants:
+        if len(constant.data) != constant.type.nbytes:
+            yield f"constant {constant.name!r} has {len(constant.data)} bytes, {constant.type} has {constant.type.nbytes}"
     for chain in head.chains:
         if not chain or (len(chain) > 1 and not all(dtype.is_float for dtype in chain)):
             yield f"dtype chain {chain} casts what cannot be cast by value"

@@ -13,7 +13,9 @@ from torch import nn
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.artifact import Artifact, open_any
 from loadplan.runtime.execute import Execution, Mode, Progress
+from loadplan.runtime.memory import allocate, memory_of
 from loadplan.runtime.open_plan import Plan
+from loadplan.runtime.plan import Constant
 from loadplan.runtime.source_files import find_files
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import torch_layout
@@ -91,7 +93,8 @@ def load_into(
     """`module` with the tensors of `rank` in it.
 
     Tensors on the meta device are replaced by the loaded ones, tied names by one `Parameter`; others are overwritten
-    where they are, on their own device. The module is not touched before everything is loaded.
+    where they are, on their own device. Buffers that no checkpoint holds get the values that the plan has for them if
+    they are on the meta device, and stay as they are elsewhere. The module is not touched before everything is loaded.
 
     Raises:
         ModuleMismatch: names, shapes or dtypes differ from the plan's, a buffer that no plan makes is on the meta
@@ -105,6 +108,10 @@ def load_into(
     _check_ties(module, tensors)
     parameters: dict[int, nn.Parameter] = {}
     with torch.no_grad():
+        for constant in opened.head.constants:
+            path, _, leaf = constant.name.rpartition(".")
+            if module.get_buffer(constant.name).is_meta:
+                setattr(module.get_submodule(path), leaf, _value(constant))
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
@@ -143,12 +150,23 @@ def _check_module(module: nn.Module, plan: Plan, rank: int) -> None:
         for name in kinds.keys() & held.keys()
         if not _fits(held[name], kinds[name])
     ]
+    buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name not in held}
+    constants = {constant.name: constant.type for constant in plan.head.constants}
     faults += [
-        f"buffer {name} is on the meta device and no checkpoint holds it: build the module's buffers on a real device"
-        for name, buffer in module.named_buffers()
-        if name not in held and buffer.device.type == "meta"
+        f"buffer {name} is on the meta device and its value is not known: build the module's buffers on a real device"
+        for name, buffer in buffers.items()
+        if buffer.is_meta and not (name in constants and _fits(buffer, constants[name]))
+    ]
+    faults += [
+        f"the plan has a value for the buffer {name}, the module has none" for name in constants.keys() - buffers.keys()
     ]
     _refuse(faults)
+
+
+def _value(constant: Constant) -> torch.Tensor:
+    tensor = allocate(constant.type)
+    memory_of(tensor)[:] = constant.data
+    return tensor
 
 
 def _check_ties(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """The plan: for each rank, which bytes of which file land where, through which casts.
 
     plan    ::= head section{world_size} origin?
-    head    ::= files tensors aliases equal_ties dtype chains report provenance
+    head    ::= files tensors aliases equal_ties dtype chains constants report provenance
     section ::= buffer* copy*                  -- the rank's tensors first, then its temporaries
     copy    ::= source buffer src dst run chain loop*
 
@@ -135,6 +135,15 @@ class CopyColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class Constant:
+    """A buffer that no checkpoint holds, because the model computes it: its value, computed when the plan was compiled."""
+
+    name: str
+    type: TensorType
+    data: bytes  # dense, little-endian
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """What one rank does."""
 
@@ -168,6 +177,7 @@ class Head:
     equal_ties: tuple[tuple[str, ...], ...]  # tensors that become one if their values are equal
     chains: tuple[tuple[DType, ...], ...]  # stored dtype, then the casts in turn; the last is the buffer's
     world_size: int
+    constants: tuple[Constant, ...] = ()  # non-persistent buffers, for models built on the meta device
     provenance: tuple[tuple[str, str], ...] = ()  # what was compiled: part, digest
     report: Report = field(default_factory=Report)
 

@@ -27,7 +27,7 @@ import zstandard
 
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.plan import CopyColumns, Head, Origin, PlanFile, PlanSource, PlanTensor, Report, Section
+from loadplan.runtime.plan import Constant, CopyColumns, Head, Origin, PlanFile, PlanSource, PlanTensor, Report, Section
 from loadplan.runtime.tensor_type import TensorType
 
 FORMAT = 1  # raise it with any change to the bytes or their meaning; plans of other formats are compiled again
@@ -150,6 +150,7 @@ def _head_fields(head: Head) -> dict[str, object]:
         "equal_ties": [list(names) for names in head.equal_ties],
         "chains": [[str(dtype) for dtype in chain] for chain in head.chains],
         "world_size": head.world_size,
+        "constants": [[c.name, *_type_fields(c.type), c.data] for c in head.constants],
         "provenance": [list(pair) for pair in head.provenance],
         "report": {f.name: _plain(getattr(head.report, f.name)) for f in fields(head.report)},
     }
@@ -220,6 +221,11 @@ def _read_head(data: _Fields) -> Head:
         equal_ties=tuple(tuple(map(_text, row)) for row in data.rows("equal_ties")),
         chains=tuple(tuple(DType(_text(dtype)) for dtype in row) for row in data.rows("chains")),
         world_size=_count(data.get("world_size")),
+        constants=tuple(
+            Constant(_text(row[0]), _read_type(row[1:3]), _bytes(row[3]))
+            for row in data.rows("constants")
+            if _length(row, 4)
+        ),
         provenance=tuple((_text(row[0]), _text(row[1])) for row in data.rows("provenance") if _length(row, 2)),
         report=Report(
             sources=_count(report.get("sources")),

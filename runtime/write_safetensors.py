@@ -39,12 +39,22 @@ def lay_out(types: Mapping[str, TensorType], metadata: Mapping[str, str]) -> Fil
     for name in order:
         kind = types[name]
         places[name] = end
+        entries[name] = header_entry(kind, end)
         end += kind.nbytes
-        entries[name] = {"dtype": str(kind.dtype), "shape": list(kind.shape), "data_offsets": [places[name], end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
+    header = header_bytes(entries, align=ALIGNMENT)
     return FileLayout(header, {name: len(header) + place for name, place in places.items()}, len(header) + end)
+
+
+def header_entry(kind: TensorType, begin: int) -> dict[str, object]:
+    """What a header says of a tensor whose first byte is number `begin` of the data."""
+    return {"dtype": str(kind.dtype), "shape": list(kind.shape), "data_offsets": [begin, begin + kind.nbytes]}
+
+
+def header_bytes(entries: Mapping[str, object], align: int = 8) -> bytes:
+    """All bytes before the data of a file whose header holds `entries`; the data begins at a multiple of `align`."""
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    return len(text).to_bytes(8, "little") + text
 
 
 class HashingWriter:

@@ -22,7 +22,7 @@ from strategies import heads, sections
 
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.open_plan import Plan
-from loadplan.runtime.plan import Copy, CopyColumns, Head, Loop, PlanFile, PlanTensor, Report, Section
+from loadplan.runtime.plan import Constant, Copy, CopyColumns, Head, Loop, PlanFile, PlanTensor, Report, Section
 from loadplan.runtime.plan_format import FORMAT, Frames, PlanError, encode
 from loadplan.runtime.tensor_type import TensorType
 
@@ -33,13 +33,14 @@ HEAD = Head(
     equal_ties=(),
     chains=((DType.F32, DType.BF16),),
     world_size=2,
+    constants=(Constant("c", TensorType((1,), DType.I64), struct.pack("<q", 7)),),
     provenance=(("recipe", "cd" * 32),),
     report=Report(sources=1, source_nbytes=32, targets=1, target_nbytes=16, rules=(("rule", 1),), casts=("w: F32",)),
 )
 SECTIONS = tuple(
     Section((), CopyColumns.of([Copy(0, 0, 100 + 8 * rank, 0, 2, 0, (Loop(2, 16, 4),))])) for rank in range(2)
 )
-DIGEST = "bde356f6c95a3377bc4833ed7682a31eeda72621ccbc76b2e44383c4eaa2ec5d"
+DIGEST = "2d577f4d78a0e6378a46c7e0db0a66af2ac7cff8fb1d3dc0a80552293ebe9eab"
 
 
 def frames_of(data: bytes) -> list[bytes]:
@@ -82,6 +83,7 @@ def test_literal_bytes() -> None:
         "equal_ties": [],
         "chains": [["F32", "BF16"]],
         "world_size": 2,
+        "constants": [["c", "I64", [1], int64s(7)]],
         "provenance": [["recipe", "cd" * 32]],
         "report": {
             "sources": 1,
