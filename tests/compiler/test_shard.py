@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadplan.compiler.patterns import PatternError
-from loadplan.compiler.shard import REPLICATED, Intervals, Shard, ShardError, heads, parse_style
+from loadplan.compiler.shard import REPLICATED, Shard, ShardError, heads, parse_style
+from loadplan.runtime.plan import Intervals
 
 CUTS: list[tuple[str | Shard, tuple[int, ...], int, tuple[int, tuple[Intervals, ...]] | None]] = [
     # column-parallel: rows of a matrix, and biases; of stacked experts, rows of each

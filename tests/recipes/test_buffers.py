@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,14 @@ from loadplan.runtime import ModuleMismatch, load_into
 transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 48,
 }
-_MODELS = {
+_MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**_SIZES, num_key_value_heads=2)),
     "llama-scaled": (
         transformers.LlamaForCausalLM,
@@ -56,10 +57,11 @@ def test_a_model_on_meta_gets_every_buffer(name: str, tmp_path: Path) -> None:
     model_class(config).save_pretrained(tmp_path)
     wanted = model_class.from_pretrained(tmp_path).eval()
     plan = compile_plan(tmp_path)
-    for source in (plan, convert(plan, tmp_path, tmp_path / "converted")):
+    sources = ((plan, tmp_path), (convert(plan, tmp_path, tmp_path / "converted"), None))
+    for source, files in sources:
         with torch.device("meta"):
             model = model_class._from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-        load_into(model, source, *([tmp_path] if source is plan else []))
+        load_into(model, source, files)
         found = dict(model.named_buffers())
         assert found.keys() == dict(wanted.named_buffers()).keys()
         for buffer, value in wanted.named_buffers():
