@@ -2,37 +2,46 @@
 
 The program is the plan's own, run backwards: each copy goes from its buffer to its place in the file. It is proved
 first, by the same proof as loading: every element of every stored tensor must be written exactly once. Files come out
-bit for bit if values are unchanged: headers, index and config are those of the checkpoint, kept in the plan. Stored
-tensors that the plan waived are left out, and the file's header then says so.
+bit for bit if values are unchanged: headers, index and config are those of the checkpoint, kept in the plan. A tensor
+that was cast when it was loaded is cast back, so it has the stored dtype and the model's values. Stored tensors that
+the plan waived are left out, and header and index then say so.
+
+All files are written and synced in a folder of their own inside the given one before the first is renamed to its
+place, weights first, the index last. Until then a failure leaves the folder as it was. Renames take no space and no
+time to speak of; a machine that dies between two of them leaves some files new and some old, each of them whole.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
+import logging
 import os
+import secrets
+import shutil
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import nn
 
 from loadplan.cache.error import LoadplanError
-from loadplan.cache.write_file import commit, make_folder, temporary_file, write_atomically
-from loadplan.runtime.artifact import Artifact, open_any
+from loadplan.cache.write_file import TEMPORARY_PREFIX, FolderNotWritable, commit, make_folder, write_atomically
+from loadplan.runtime.artifact import PLAN_NAME, Artifact, open_any
 from loadplan.runtime.check_plan import Area, covers
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Copy, Origin, PlanSource, Section
+from loadplan.runtime.plan_format import PlanError
 from loadplan.runtime.tensor_type import TensorType
-from loadplan.runtime.torch_types import torch_dtype, torch_layout
-from loadplan.runtime.write_safetensors import lay_out, write_tensors
+from loadplan.runtime.torch_types import dtype_of, torch_dtype, torch_layout
+from loadplan.runtime.write_safetensors import header_bytes, header_entry, lay_out, write_tensors
 
 State = Mapping[str, torch.Tensor]
+Files = tuple[list[str], Callable[[Path], None]]  # names, in the order of their renames, and what writes them
+
+logger = logging.getLogger(__name__)
 
 
 class SaveError(LoadplanError, ValueError):
@@ -49,29 +58,32 @@ def save_checkpoint(
 
     Args:
         state: a state dict or module with the plan's target names; for a plan of several ranks, one per rank, in order.
+            What all ranks hold whole is taken from the first.
         plan: the plan or artifact that they were loaded by.
-        folder: where to write; files of the same names are replaced, each when it is complete. Tensors that are mapped
-            from those files stay as they are.
-        original_format: the names, shapes, dtypes and files of the checkpoint, each tensor by where it came from; else
-            the target names and layout, in `model.safetensors` or one file a rank.
+        folder: where to write; files of the same names are replaced, after all new ones are complete. Tensors that are
+            mapped from those files stay as they are.
+        original_format: the names, shapes, dtypes and files of the checkpoint, each tensor by where it came from; it
+            has no place for targets that the plan waived as missing. Else the target names and layout, waived ones
+            included, in `model.safetensors` or one file a rank.
 
     Raises:
-        SaveError: tensors are missing, unknown or of other types than the plan's, tied names differ, `folder` holds
-            other weights that a loader could take for these, or the plan cannot be run backwards.
+        SaveError: tensors are missing, unknown, without values or of other types than the plan's, tied names differ,
+            `folder` holds other weights that a loader could take for these, or the plan cannot be run backwards.
+        FolderNotWritable: `folder` takes no new files, or is full.
+        ArtifactError: the artifact has lost the plan that it was made by.
+        PlanError: the plan is damaged.
     """
     opened = open_any(plan)
-    loaded = opened.plan if isinstance(opened, Artifact) else opened
+    if isinstance(opened, Artifact):
+        opened = opened.original if original_format else opened.plan
     states = [_tensors(item) for item in ([state] if isinstance(state, Mapping | nn.Module) else state)]
-    _check_states(states, loaded)
-    place = Path(folder)
-    if not original_format:
-        return _save_runtime_layout(states, loaded, place)
-    return _save_original(states, opened.original if isinstance(opened, Artifact) else opened, place)
+    _check_states(states, opened)
+    names, write = _original_files(states, opened) if original_format else _runtime_files(states, opened)
+    return _place(Path(folder), names, write)
 
 
 def _tensors(state: State | nn.Module) -> State:
-    found = state.state_dict() if isinstance(state, nn.Module) else state
-    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+    return state.state_dict() if isinstance(state, nn.Module) else state
 
 
 def _check_states(states: Sequence[State], plan: Plan) -> None:
@@ -79,209 +91,375 @@ def _check_states(states: Sequence[State], plan: Plan) -> None:
     if len(states) != plan.world_size:
         raise SaveError(f"the plan has {plan.world_size} ranks, {len(states)} states were given: give one per rank")
     faults: list[str] = []
-    aliases = dict(plan.head.aliases)
+    aliases, waived = dict(plan.head.aliases), set(plan.report.missing)
     for rank, state in enumerate(states):
         kinds = {tensor.name: tensor.local_type(rank) for tensor in plan.head.tensors}
-        faults += [f"rank {rank}: {name} is missing" for name in kinds if name not in state]
-        faults += [f"rank {rank}: the plan does not make {name}" for name in state if name not in kinds | aliases]
-        faults += [
-            f"rank {rank}: {name} is {tuple(state[name].shape)} {state[name].dtype}, {kind} in the plan"
-            for name, kind in kinds.items()
-            if name in state and (tuple(state[name].shape), state[name].dtype) != torch_layout(kind)
-        ]
-        faults += [
-            f"rank {rank}: {other} and {name} are one tensor in the checkpoint, and differ here"
+        kinds |= {other: kinds[name] for other, name in aliases.items()}
+        found = [f"{name} is missing" for name in kinds if name not in state and name not in aliases]
+        found += [f"the plan does not make {name}" for name in state if name not in kinds and name not in waived]
+        wrong = {name: fault for name, kind in kinds.items() if name in state and (fault := _fault(state[name], kind))}
+        found += [f"{name} {fault}" for name, fault in wrong.items()]
+        found += [
+            f"{other} and {name} are one tensor in the checkpoint, and differ here"
             for other, name in aliases.items()
-            if other in state and name in state and not torch.equal(state[other], state[name])
+            if other in state and name in state and not {other, name} & wrong.keys()
+            if not _same_bytes(state[other], state[name])
         ]
+        faults += [f"rank {rank}: {fault}" for fault in found] if plan.world_size > 1 else found
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise SaveError("; ".join(faults[:5]) + more)
 
 
-def _check_folder(folder: Path, names: Iterable[str]) -> None:
-    """Refuse weights beside the new ones: the next loader might prefer them (cases B61)."""
-    kept = set(names)
-    others = sorted(
-        path.name
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")) and path.name not in kept
-    )
-    if others:
-        raise SaveError(f"{folder}: holds other weights, {', '.join(others[:5])}; remove them, or give another folder")
+def _fault(tensor: object, kind: TensorType | None) -> str | None:
+    """Why `tensor` cannot be saved as `kind`, or as what it is."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"is a {type(tensor).__name__}, not a tensor"
+    if kind is not None and (tuple(tensor.shape), tensor.dtype) != torch_layout(kind):
+        return f"is {tuple(tensor.shape)} {tensor.dtype}, {kind} in the plan"
+    if tensor.device.type == "meta":
+        return "is on the meta device: it has no values; load it first"
+    if tensor.layout != torch.strided:
+        return f"is a tensor of layout {tensor.layout}; give a dense one"
+    return None
 
 
-def _save_runtime_layout(states: Sequence[State], plan: Plan, folder: Path) -> tuple[Path, ...]:
-    ranks = range(plan.world_size)
-    names = ["model.safetensors"] if len(ranks) == 1 else [f"rank-{r}-of-{len(ranks)}.safetensors" for r in ranks]
-    _check_folder(folder, names)
-    make_folder(folder)
-    for rank, name in enumerate(names):
-        layout = lay_out({t.name: t.local_type(rank) for t in plan.head.tensors}, {"format": "pt"})
-        with temporary_file(folder) as file:
-            write_tensors(file, layout, [list(layout.offsets)], lambda batch, rank=rank: states[rank])  # type: ignore[misc]
-            commit(file, folder / name)
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` in row-major order on the CPU; itself where it is that."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor in one dim with stride 1, which a single element need not have."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return _flat(tensor).view(torch.uint8)
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one type are equal bit for bit (NaN equals itself)."""
+    return one is other or torch.equal(_bytes_of(_dense(one)), _bytes_of(_dense(other)))
+
+
+def _place(folder: Path, names: list[str], write: Callable[[Path], None]) -> tuple[Path, ...]:
+    """Have `write` make the files in a draft folder beside their places, then move all of them there."""
+    draft = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    try:
+        _check_folder(folder, names)
+        make_folder(draft)
+        for name in names:
+            make_folder((draft / name).parent)
+        write(draft)
+        for name in names:
+            make_folder((folder / name).parent)
+            with (draft / name).open("rb") as file:
+                os.fsync(file.fileno())
+        for name in names:
+            with (draft / name).open("rb") as file:
+                commit(file, folder / name)
+    except OSError as error:
+        if isinstance(error, LoadplanError):
+            raise
+        raise FolderNotWritable(error.errno, error.strerror, str(folder)) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return tuple(folder / name for name in names)
 
 
-def _save_original(states: Sequence[State], plan: Plan, folder: Path) -> tuple[Path, ...]:
+def _check_folder(folder: Path, names: Sequence[str]) -> None:
+    """Refuse places that cannot be taken, and weights beside the new ones: a loader might prefer those (cases B61)."""
+    if (folder / PLAN_NAME).exists():
+        raise SaveError(f"{folder}: is a converted checkpoint, which new files would break; give another folder")
+    others = sorted(
+        path.name
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.suffix in (".safetensors", ".bin") or (".index." in path.name and path.suffix == ".json")
+        if path.name not in names
+    )
+    if others:
+        raise SaveError(f"{folder}: holds other weights, {', '.join(others[:5])}; remove them, or give another folder")
+    for name in names:
+        place = folder / name
+        if place.is_dir() and not place.is_symlink():
+            raise SaveError(f"{place}: is a folder, a file is to be written there; remove it, or give another folder")
+        if not place.parent.resolve().is_relative_to(folder.resolve()):
+            raise SaveError(f"{place.parent}: leads out of {folder}; remove the link, or give another folder")
+
+
+def _runtime_files(states: Sequence[State], plan: Plan) -> Files:
+    """One file a rank, with the tensors as they are; aliases are left out, one name of a tie is enough."""
+    ranks, digits = range(plan.world_size), len(str(plan.world_size - 1))
+    names = [f"rank-{rank:0{digits}}-of-{len(ranks)}.safetensors" for rank in ranks]
+    if len(ranks) == 1:
+        names = ["model.safetensors"]
+    layouts = [
+        lay_out(
+            {tensor.name: tensor.local_type(rank) for tensor in plan.head.tensors} | _waived_types(states[rank], plan),
+            {"format": "pt"},
+        )
+        for rank in ranks
+    ]
+
+    def write(draft: Path) -> None:
+        for state, name, layout in zip(states, names, layouts, strict=True):
+            with (draft / name).open("xb") as file:
+                write_tensors(
+                    file,
+                    layout,
+                    ([tensor] for tensor in layout.offsets),
+                    lambda batch, state=state: {tensor: _dense(state[tensor]) for tensor in batch},  # type: ignore[misc]
+                )
+
+    return names, write
+
+
+def _waived_types(state: State, plan: Plan) -> dict[str, TensorType]:
+    """What the state holds beyond the plan: targets that the plan waived as missing."""
+    found: dict[str, TensorType] = {}
+    for name in plan.report.missing:
+        if name not in state:
+            continue
+        fault, dtype = _fault(state[name], None), dtype_of(state[name].dtype)
+        if fault or dtype is None:
+            raise SaveError(f"{name} {fault or f'is {state[name].dtype}, which safetensors files cannot hold'}")
+        found[name] = TensorType(tuple(state[name].shape), dtype)
+    return found
+
+
+def _original_files(states: Sequence[State], plan: Plan) -> Files:
     origin = plan.origin
     if origin is None:
         raise SaveError("the plan does not say what the checkpoint looked like; use original_format=False")
-    torch_files = [file.name for file, header in zip(plan.head.files, origin.headers, strict=True) if not header]
+    torch_files = [file.name for file in plan.head.files if file.format != "safetensors"]
     if torch_files:
         raise SaveError(f"{torch_files[0]} was written by torch.save; use original_format=False")
-    sections = [plan.section(rank) for rank in range(plan.world_size)]
-    restored = _restored(plan, origin, sections)
-    others = _others(origin, {source.name for source in restored})
-    layouts = [_FileLayout(number, origin, restored) for number in range(len(plan.head.files))]
-    written = [(file.name, layout) for file, layout in zip(plan.head.files, layouts, strict=True) if layout.places]
-    _check_folder(folder, [*(name for name, _ in written), *others])
-    make_folder(folder)
-    values = [_temporaries(plan, section, state) for section, state in zip(sections, states, strict=True)]
-    with ExitStack() as stack:
-        files = {layout.number: stack.enter_context(temporary_file(folder)) for _, layout in written}
-        maps = {layout.number: _prepare(files[layout.number], layout) for _, layout in written}
-        for rank, section in enumerate(sections):
-            for copy in section.copies:
-                if copy.source in maps and _counts(plan, copy, rank):
-                    offset = layouts[copy.source].moved(copy.src)
-                    chain = plan.head.chains[copy.chain]
-                    _take_back(copy, chain, values[rank][copy.buffer], maps[copy.source], offset)
-        del maps
-        for name, layout in written:
-            commit(files[layout.number], folder / name)
-    for name, content in others.items():
-        write_atomically(folder / name, content)
-    return tuple(folder / name for name in (*(name for name, _ in written), *others))
+    trees = _check_origin(plan, origin)
+    left = sorted({name for state in states for name in state} & set(plan.report.missing))
+    if left:
+        logger.warning("not saved, the checkpoint has no such tensors: %s", ", ".join(left))
+    restored = _restored(plan, origin)
+    try:
+        layouts = [_FileLayout(number, origin, tree, restored) for number, tree in enumerate(trees)]
+        others = _others(origin, restored)
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise PlanError(f"a header or index in the plan cannot be closed up: {error}") from error
+    for file, layout in zip(plan.head.files, layouts, strict=True):
+        if layout.is_whole and not (layout.is_unmoved and layout.size == file.size):
+            raise PlanError(f"the header of {file.name!r} in the plan leaves gaps in its file")
+    written = {number: plan.head.files[number].name for number, layout in enumerate(layouts) if layout.is_wanted}
+    names = [*written.values(), *sorted(others, key=lambda name: name != "config.json")]
+
+    def write(draft: Path) -> None:
+        for name, content in others.items():
+            write_atomically(draft / name, content)
+        maps = {number: _map_new(draft / name, layouts[number]) for number, name in written.items()}
+        for rank, state in enumerate(states):
+            _run_backwards(plan, rank, state, layouts, maps)
+
+    return names, write
 
 
-def _counts(plan: Plan, copy: Copy, rank: int) -> bool:
-    """Whether the copy of `rank` is the one to save: of what all ranks hold, the first rank's is."""
-    return rank == 0 or copy.buffer >= len(plan.head.tensors) or plan.head.tensors[copy.buffer].shard_dim >= 0
-
-
-def _restored(plan: Plan, origin: Origin, sections: Sequence[Section]) -> list[PlanSource]:
-    """The stored tensors that the plan gives back whole.
+def _check_origin(plan: Plan, origin: Origin) -> list[dict[str, object]]:
+    """The JSON of each file's header.
 
     Raises:
-        SaveError: a stored tensor, or a temporary, is used in part or twice.
+        PlanError: headers and index are not what a checkpoint has, or say otherwise than the origin's list of tensors.
     """
-    by_file = _Places(origin)
-    areas: dict[PlanSource, list[Area]] = defaultdict(list)
-    for rank, section in enumerate(sections):
+    trees: list[dict[str, object]] = []
+    for file, header in zip(plan.head.files, origin.headers, strict=True):
+        trees.append(_json_object(header[8:], f"the header of {file.name!r}"))
+        if int.from_bytes(header[:8], "little") != len(header) - 8:
+            raise PlanError(f"the header of {file.name!r} in the plan has another length than it says")
+    for source in origin.sources:
+        start = source.offset - len(origin.headers[source.file])
+        if trees[source.file].get(source.name) != header_entry(source.type, start):
+            raise PlanError(f"source {source.name!r} is not what its header in the plan says")
+    for name, content in origin.others:
+        index = _json_object(content, name)
+        if "/" in name or not name.endswith(".json"):
+            raise PlanError(f"the plan keeps {name!r}, which is no index or config")
+        if name != "config.json" and not isinstance(index.get("weight_map"), dict):
+            raise PlanError(f"the index {name!r} in the plan has no weight_map")
+    names = [*(file.name for file in plan.head.files), *(name for name, _ in origin.others)]
+    above = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+    if len(set(names)) != len(names) or above & set(names):
+        raise PlanError("two files of the plan would stand in one place")
+    return trees
+
+
+def _json_object(content: bytes, name: str) -> dict[str, object]:
+    try:
+        tree = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{name} in the plan is not JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise PlanError(f"{name} in the plan is no JSON object")
+    return tree
+
+
+def _saved_buffers(plan: Plan, section: Section, rank: int) -> set[int]:
+    """The buffers of `rank` whose content goes to the files: of what all ranks hold, only the first rank's."""
+    saved = {number for number, tensor in enumerate(plan.head.tensors) if rank == 0 or tensor.shard_dim >= 0}
+    for copy in reversed(list(section.copies)):  # whoever reads a temporary stands behind whoever writes it
+        if copy.source < 0 and copy.buffer in saved:
+            saved.add(-1 - copy.source)
+    return saved
+
+
+def _restored(plan: Plan, origin: Origin) -> list[PlanSource]:
+    """The stored tensors that the plan gives back whole; all but the waived ones.
+
+    Raises:
+        SaveError: a stored tensor, or a rank's part of a temporary, is used in part or twice.
+        PlanError: copies and origin contradict each other.
+    """
+    places = _Places(origin)
+    areas: dict[str, list[Area]] = defaultdict(list)
+    for rank in range(plan.world_size):
+        section = plan.section(rank)
+        saved = _saved_buffers(plan, section, rank)
         inner: dict[int, list[Area]] = defaultdict(list)
         for copy in section.copies:
-            bits = plan.head.chains[copy.chain][0].bits
-            loops = tuple(
-                sorted(((loop.extent, loop.src * 8 // bits) for loop in copy.loops), key=lambda item: -item[1])
-            )
+            if copy.buffer not in saved:
+                continue
+            stored = plan.head.chains[copy.chain][0]
             if copy.source < 0:
-                inner[-1 - copy.source].append(Area(copy.src * 8 // bits, copy.run, loops))
-            elif _counts(plan, copy, rank):
-                source = by_file.source_at(copy.source, copy.src)
-                areas[source].append(Area((copy.src - source.offset) * 8 // bits, copy.run, loops))
+                inner[-1 - copy.source].append(_read_area(copy, 0, stored))
+                continue
+            source = places.source_at(copy.source, copy.src)
+            if source.type.dtype != stored:
+                raise PlanError(f"a copy reads {source.name!r} as {stored}, the plan says it is {source.type}")
+            areas[source.name].append(_read_area(copy, source.offset, stored))
         for slot, kind in enumerate(section.temporaries, start=len(plan.head.tensors)):
-            if fault := covers(kind.numel, inner[slot]):
-                raise SaveError(f"the plan cannot be run backwards: a temporary of rank {rank}: {fault}")
-    for source, found in sorted(areas.items(), key=lambda item: item[0].name):
-        if fault := covers(source.type.numel, found):
-            raise SaveError(f"{source.name} cannot be restored: {fault}; use original_format=False")
+            if slot in saved and (fault := covers(kind.numel, inner[slot])):
+                raise SaveError(
+                    "the plan cannot be run backwards: "
+                    f"of a temporary of rank {rank}, {fault}; use original_format=False"
+                )
     unused = set(plan.report.unused)
-    return [s for s in origin.sources if s in areas or (s.type.numel == 0 and s.name not in unused)]
+    for source in origin.sources:
+        if source.name in unused and source.name not in areas:
+            continue
+        if fault := covers(source.type.numel, areas.get(source.name, [])):
+            raise SaveError(f"{source.name} cannot be restored: {fault}; use original_format=False")
+    return [source for source in origin.sources if source.name in areas or source.name not in unused]
+
+
+def _read_area(copy: Copy, start: int, stored: DType) -> Area:
+    """The elements that `copy` reads of what begins at byte `start` of its source."""
+    loops = ((loop.extent, loop.src * 8 // stored.bits) for loop in copy.loops)
+    return Area((copy.src - start) * 8 // stored.bits, copy.run, tuple(sorted(loops, key=lambda loop: -loop[1])))
 
 
 class _Places:
     """Finds the stored tensor that lies at a place of a file."""
 
     def __init__(self, origin: Origin) -> None:
+        """Raises `PlanError` when stored tensors overlap."""
         self._sources: dict[int, list[PlanSource]] = defaultdict(list)
         for source in sorted((s for s in origin.sources if s.type.numel), key=lambda s: (s.file, s.offset)):
-            self._sources[source.file].append(source)
+            found = self._sources[source.file]
+            if found and found[-1].offset + found[-1].type.nbytes > source.offset:
+                raise PlanError(f"sources {found[-1].name!r} and {source.name!r} of the plan overlap")
+            found.append(source)
         self._starts = {file: [source.offset for source in found] for file, found in self._sources.items()}
 
     def source_at(self, file: int, offset: int) -> PlanSource:
-        """The stored tensor that `offset` lies in."""
-        return self._sources[file][bisect_right(self._starts[file], offset) - 1]
+        """The stored tensor that `offset` lies in. Raises `PlanError` where there is none."""
+        at = bisect_right(self._starts.get(file, []), offset) - 1
+        if at < 0 or offset >= self._sources[file][at].offset + self._sources[file][at].type.nbytes:
+            raise PlanError(f"a copy reads byte {offset} of file {file}, where the plan names no tensor")
+        return self._sources[file][at]
 
 
 class _FileLayout:
     """Where the restored tensors of one file go: as they lay if all are there, else closed up."""
 
-    def __init__(self, number: int, origin: Origin, restored: Sequence[PlanSource]) -> None:
-        self.number = number
+    def __init__(self, number: int, origin: Origin, tree: Mapping[str, object], restored: Sequence[PlanSource]) -> None:
         kept = sorted((s for s in restored if s.file == number), key=lambda s: (s.offset, s.type.nbytes, s.name))
-        header = origin.headers[number]
-        tree = json.loads(header[8:]) if header else {}
-        if {s.name for s in kept} != tree.keys() - {"__metadata__"}:
-            header = _header_of(kept, tree)
-        self.header = header
-        self.places: dict[int, int] = {}  # offset in the checkpoint's file -> offset in the new one
-        end = len(header)
+        self.is_whole = {source.name for source in kept} == tree.keys() - {"__metadata__"}
+        self.is_wanted = self.is_whole or bool(kept)
+        self.header = origin.headers[number] if self.is_whole else _closed_up(kept, tree)
+        places: dict[int, int] = {}  # offset in the checkpoint's file -> offset in the new one
+        end = len(self.header)
         for source in kept:
-            self.places[source.offset] = end
+            places[source.offset] = end
             end += source.type.nbytes
         self.size = end
-        self._starts = sorted(self.places)
+        self.is_unmoved = all(old == new for old, new in places.items())
+        self._places, self._starts = places, sorted(places)
 
     def moved(self, offset: int) -> int:
         """Where the byte at `offset` of the checkpoint's file goes."""
         start = self._starts[bisect_right(self._starts, offset) - 1]
-        return self.places[start] + offset - start
+        return self._places[start] + offset - start
 
 
-def _header_of(kept: Sequence[PlanSource], tree: Mapping[str, object]) -> bytes:
-    entries = {"__metadata__": tree["__metadata__"]} if "__metadata__" in tree else {}
+def _closed_up(kept: Sequence[PlanSource], tree: Mapping[str, object]) -> bytes:
+    """The header of a file that holds the `kept` tensors without gaps, in their order."""
+    entries = {name: value for name, value in tree.items() if name == "__metadata__"}
     end = 0
     for source in kept:
-        span = [end, end + source.type.nbytes]
-        entries[source.name] = {"dtype": str(source.type.dtype), "shape": list(source.type.shape), "data_offsets": span}
-        end = span[1]
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        entries[source.name] = header_entry(source.type, end)
+        end += source.type.nbytes
+    return header_bytes(entries)
 
 
-def _others(origin: Origin, kept: set[str]) -> dict[str, bytes]:
+def _others(origin: Origin, restored: Sequence[PlanSource]) -> dict[str, bytes]:
     """Index and config as they were; the index without the names that are not restored."""
     others = dict(origin.others)
-    for name, content in others.items():
-        tree = json.loads(content) if name != "config.json" else {}
-        if tree.keys() and not kept.issuperset(tree["weight_map"]):
-            tree["weight_map"] = {tensor: file for tensor, file in tree["weight_map"].items() if tensor in kept}
-            others[name] = json.dumps(tree, indent=2, sort_keys=True).encode() + b"\n"
+    kept = {source.name: source.type.nbytes for source in restored}
+    for name, content in origin.others:
+        tree = json.loads(content)
+        if name == "config.json" or kept.keys() >= tree["weight_map"].keys():
+            continue
+        tree["weight_map"] = {tensor: file for tensor, file in tree["weight_map"].items() if tensor in kept}
+        if isinstance(tree.get("metadata"), dict) and "total_size" in tree["metadata"]:
+            tree["metadata"]["total_size"] = sum(kept.values())
+        others[name] = json.dumps(tree, indent=2, sort_keys=True).encode() + b"\n"
     return others
 
 
-def _prepare(file: BinaryIO, layout: _FileLayout) -> torch.Tensor:
-    """The new file at its full size with its header written, as bytes that are the file."""
-    file.write(layout.header)
-    file.flush()
-    os.ftruncate(file.fileno(), layout.size)
-    with Path(file.name).open("r+b") as both_ways:  # a file that is only written to cannot be mapped
-        return torch.frombuffer(mmap.mmap(both_ways.fileno(), layout.size), dtype=torch.uint8)
+def _map_new(path: Path, layout: _FileLayout) -> torch.Tensor:
+    """A new file of full size with its header written, as bytes that are the file."""
+    with path.open("xb") as file:
+        file.write(layout.header)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, layout.size)  # a mapped hole that finds no space kills the process
+    return torch.from_file(str(path), shared=True, size=layout.size, dtype=torch.uint8)
 
 
-def _temporaries(plan: Plan, section: Section, state: State) -> dict[int, torch.Tensor]:
-    """All buffers of a rank: its tensors, and its temporaries filled from them, the last one first."""
-    count = len(plan.head.tensors)
-    buffers = {n: state[tensor.name].contiguous() for n, tensor in enumerate(plan.head.tensors)}
-    for slot, kind in enumerate(section.temporaries, start=count):
-        buffers[slot] = _empty(kind)
-    for copy in reversed(list(section.copies)):
-        if copy.source < 0:
-            into = _bytes_of(buffers[-1 - copy.source])
-            _take_back(copy, plan.head.chains[copy.chain], buffers[copy.buffer], into, copy.src)
-    return buffers
+def _run_backwards(
+    plan: Plan, rank: int, state: State, layouts: Sequence[_FileLayout], maps: Mapping[int, torch.Tensor]
+) -> None:
+    """The copies of `rank`, from the buffers into the files: tensors first, then temporaries, the last one first."""
+    section = plan.section(rank)
+    saved = _saved_buffers(plan, section, rank)
+    by_buffer: dict[int, list[Copy]] = defaultdict(list)
+    for copy in section.copies:
+        by_buffer[copy.buffer].append(copy)
+    temporaries = {
+        slot: torch.empty(torch_layout(kind)[0], dtype=torch_layout(kind)[1])
+        for slot, kind in enumerate(section.temporaries, start=len(plan.head.tensors))
+        if slot in saved
+    }
 
+    def buffers() -> Iterator[tuple[int, torch.Tensor]]:
+        for number, tensor in enumerate(plan.head.tensors):
+            if number in saved:
+                yield number, _dense(state[tensor.name])
+        for slot in sorted(temporaries, reverse=True):
+            yield slot, temporaries.pop(slot)
 
-def _empty(kind: TensorType) -> torch.Tensor:
-    shape, dtype = torch_layout(kind)
-    return torch.empty(shape, dtype=dtype)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    for number, tensor in buffers():
+        for copy in by_buffer[number]:
+            chain = plan.head.chains[copy.chain]
+            if copy.source < 0:
+                _take_back(copy, chain, tensor, _bytes_of(temporaries[-1 - copy.source]), copy.src)
+            else:
+                _take_back(copy, chain, tensor, maps[copy.source], layouts[copy.source].moved(copy.src))
 
 
 def _take_back(copy: Copy, chain: tuple[DType, ...], tensor: torch.Tensor, into: torch.Tensor, offset: int) -> None:
@@ -293,10 +471,15 @@ def _take_back(copy: Copy, chain: tuple[DType, ...], tensor: torch.Tensor, into:
     extents = [loop.extent for loop in copy.loops]
     if stored == final:
         row = copy.run * stored.bits // 8
-        taken = _bytes_of(tensor).as_strided([*extents, row], [*(loop.dst for loop in copy.loops), 1], copy.dst)
+        taken = _strided(_bytes_of(tensor), [*extents, row], [loop.dst for loop in copy.loops], copy.dst)
     else:
         row = copy.run * stored.itemsize
-        steps = [*(loop.dst // final.itemsize for loop in copy.loops), 1]
-        values = tensor.reshape(-1).as_strided([*extents, copy.run], steps, copy.dst // final.itemsize)
+        steps = [loop.dst // final.itemsize for loop in copy.loops]
+        values = _strided(_flat(tensor), [*extents, copy.run], steps, copy.dst // final.itemsize)
         taken = _bytes_of(values.to(torch_dtype(stored)).contiguous()).view(*extents, row)
-    into.as_strided([*extents, row], [*(loop.src for loop in copy.loops), 1], offset).copy_(taken)
+    _strided(into, [*extents, row], [loop.src for loop in copy.loops], offset).copy_(taken)
+
+
+def _strided(flat: torch.Tensor, sizes: Sequence[int], steps: Sequence[int], offset: int) -> torch.Tensor:
+    """A view that begins at `offset` of `flat`, which may itself begin anywhere in its storage."""
+    return flat.as_strided(sizes, [*steps, 1], flat.storage_offset() + offset)
