@@ -24,6 +24,27 @@ from loadplan.runtime.dtype import DType
 from loadplan.runtime.tensor_type import TensorType
 
 _MAX_FRONTS = 8  # an ending that more names share says nothing about what stands before it
+_MANY = 4  # unexpected names from which on advice is worth a line
+_QUANTISED = frozenset(  # last components of what GPTQ, AWQ, MLX, bitsandbytes, FP8 and compressed-tensors store
+    [
+        "qweight",
+        "qzeros",
+        "scales",
+        "g_idx",
+        "biases",
+        "absmax",
+        "quant_map",
+        "bitsandbytes__nf4",
+        "bitsandbytes__fp4",
+        "quant_weight",
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_packed",
+        "weight_zero_point",
+        "weight_shape",
+        "input_scale",
+    ]
+)
 
 
 @dataclass(slots=True)
@@ -61,7 +82,9 @@ def match_targets(
     if signature is not None:
         missing = _tie(made, signature, matched)
         missing = _report_missing([name for name in missing if name not in gone], recipe, target, matched)
-        _hint(unexpected, missing, matched)
+        explained = _hint(unexpected, missing, matched)
+        if explained * 2 < len(unexpected):
+            _advise(strays, unexpected, missing, made, matched)
     for name in sorted(made):
         if made[name]:
             _settle_type(made[name][0], (declared or {}).get(name), recipe, target, matched)
@@ -136,8 +159,8 @@ def _report_missing(names: Sequence[str], recipe: Recipe, target: Target, matche
     return refused
 
 
-def _hint(unexpected: Sequence[str], missing: Sequence[str], matched: Matched) -> None:
-    """One more line when one change of prefix explains what does not fit (cases B15)."""
+def _hint(unexpected: Sequence[str], missing: Sequence[str], matched: Matched) -> int:
+    """One more line when one change of prefix explains what does not fit (cases B15); the number of names it would fit."""
     fronts: dict[str, set[str]] = defaultdict(set)  # rest of a missing name -> what stands before it
     for name in missing:
         parts = name.split(".")
@@ -153,7 +176,7 @@ def _hint(unexpected: Sequence[str], missing: Sequence[str], matched: Matched) -
                 changes.update((old, new) for new in found if len(found) <= _MAX_FRONTS)
                 break
     if not changes:
-        return
+        return 0
     (old, new), count = max(changes.items(), key=lambda item: (item[1], item[0]))
     if old and new:
         rule = f"WeightRenaming({f'^{old}.'!r}, {f'{new}.'!r})"
@@ -166,6 +189,59 @@ def _hint(unexpected: Sequence[str], missing: Sequence[str], matched: Matched) -
             f"the rule {rule} would make {count} of them fit",
         )
     )
+    return count
+
+
+def _advise(
+    strays: Sequence[Product],
+    unexpected: Iterable[str],
+    missing: Sequence[str],
+    made: Mapping[str, Sequence[Product]],
+    matched: Matched,
+) -> None:
+    """One more line on what to do about many names that do not fit: quantised, of another class, or a part too many."""
+    strangers = frozenset(unexpected)
+    refused = {source for product in strays if product.target in strangers for source in product.sources}
+    if len(refused) < _MANY:
+        return
+    packed = sorted({name for name in refused if name.rpartition(".")[2] in _QUANTISED})
+    if packed:
+        endings = ", ".join(sorted({name.rpartition(".")[2] for name in packed}))
+        message = (
+            f"the checkpoint is quantised: {len(packed)} names end in {endings}, and neither the recipe nor the model's "
+            "class takes them; signature='recipe' carries them as they are"
+        )
+    elif missing:
+        message = (
+            f"the checkpoint is not that of this class: {len(refused)} of its names are unexpected and {len(missing)} are "
+            "missing; pass the class that it was saved from as signature (a module on the meta device), or 'recipe' to "
+            "take the names as they are"
+        )
+    else:
+        kept = {source for products in made.values() for product in products for source in product.sources}
+        waivers = _waivers(refused, kept)
+        if not waivers:
+            return
+        message = (
+            f"the model takes {len(kept)} of the checkpoint's tensors, and {len(refused)} are left; if it is meant to do "
+            f"without them, say so in the recipe: may_be_unused={waivers!r}"
+        )
+    matched.problems.append(Problem("unexpected", message))
+
+
+def _waivers(refused: Iterable[str], kept: Iterable[str]) -> tuple[str, ...]:
+    """Name components that all of `refused` and none of `kept` have one of; empty if there are none."""
+    known = {part for name in kept for part in name.split(".")}
+    left = {frozenset(part for part in name.split(".") if part not in known and not part.isdigit()) for name in refused}
+    found: list[str] = []
+    while left:
+        counts = Counter(part for parts in left for part in parts)
+        if not counts or frozenset() in left:
+            return ()
+        best = min(counts, key=lambda part: (-counts[part], part))
+        found.append(best)
+        left = {parts for parts in left if best not in parts}
+    return tuple(sorted(found))
 
 
 def _settle_type(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class Problem:
 class CompileError(LoadplanError, ValueError):
     """The checkpoint, recipe, signature and target do not make a plan; `problems` lists every fault found."""
 
-    _SHOWN = 50  # a wrong prefix faults every tensor of a model; the rest stays in `problems`
+    _SHOWN = 50  # lines; a wrong prefix faults every tensor of a model, and the rest stays in `problems`
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -39,11 +40,31 @@ class CompileError(LoadplanError, ValueError):
 
     def __str__(self) -> str:
         count = len(self.problems)
-        head = "1 problem" if count == 1 else f"{count} problems"
-        lines = [f"  {problem}" for problem in self.problems[: self._SHOWN]]
+        lines = [str(problem) for problem in sorted(self.problems, key=_concerns_names)]
+        head = "cannot compile: 1 problem" if count == 1 else f"cannot compile: {count} problems"
         if count > self._SHOWN:
-            lines.append(f"  ... and {count - self._SHOWN} more (CompileError.problems has them all)")
-        return "\n".join([f"cannot compile: {head}", *lines])
+            lines = _merge_alike(lines)
+            head += f" of {len(lines)} sorts (CompileError.problems has each)"
+        shown = [f"  {line}" for line in lines[: self._SHOWN]]
+        if len(lines) > self._SHOWN:
+            shown.append(f"  ... and {len(lines) - self._SHOWN} sorts more")
+        return "\n".join([head, *shown])
+
+
+_NUMBER = re.compile(r"(?<=\w\.)\d+(?=\.\w)")  # a component inside a name: the number of a layer or an expert
+
+
+def _concerns_names(problem: Problem) -> bool:
+    """What concerns no single name comes first, for it says most."""
+    return bool(problem.names)
+
+
+def _merge_alike(lines: Iterable[str]) -> list[str]:
+    """One line for all that differ in the numbers of layers and experts only, those as `*`."""
+    sorts: dict[str, list[str]] = {}
+    for line in lines:
+        sorts.setdefault(_NUMBER.sub("*", line), []).append(line)
+    return [alike[0] if len(alike) == 1 else f"{form} ({len(alike)} times)" for form, alike in sorts.items()]
 
 
 class CheckpointError(CompileError):

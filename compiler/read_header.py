@@ -148,7 +148,9 @@ def parse_header(raw: bytes, *, name: str, size: int) -> Header:
     problems += _check_layout(places, name, size=size, start=nbytes, is_whole=not problems)
     if problems:
         raise CheckpointError(problems)
-    return Header(tuple(Entry(key, type_, name, nbytes + begin) for begin, _, key, type_ in places), metadata, nbytes, raw)
+    return Header(
+        tuple(Entry(key, type_, name, nbytes + begin) for begin, _, key, type_ in places), metadata, nbytes, raw
+    )
 
 
 def _length(prefix: bytes) -> int:

@@ -124,9 +124,10 @@ def build_model(config: Mapping[str, object], dtype: object | None = None) -> nn
         raise UnknownArchitecture(
             f"transformers {transformers.__version__} has no class {name!r} of type {model_type!r}"
         )
+    config_class = _config_class(model_class, model_type)
     try:
         wanted = torch_dtype_named(str(dtype or config.get("dtype") or config.get("torch_dtype") or "float32"))
-        parsed = _config_class(model_class, model_type).from_dict(_with_floats(config))  # type: ignore[attr-defined]
+        parsed = config_class.from_dict(_with_floats(config))  # type: ignore[attr-defined]
         with torch.device("meta"):
             model: nn.Module = model_class._from_config(parsed, dtype=wanted)  # type: ignore[attr-defined]
     except Exception as error:  # whatever a model class raises at construction, the config is what was wrong
@@ -157,8 +158,13 @@ def _find_class(name: str, model_type: str) -> type[nn.Module] | None:
 
 
 def _config_class(model_class: type[nn.Module], model_type: str) -> type[object]:
-    """The config class of the type, where `model_class` takes it, else that of `model_class` (a borrowed class)."""
+    """The config class of the type, where `model_class` takes it, else that of `model_class` (a borrowed class).
+
+    Raises:
+        SignatureError: the type is that of a part of the model, whose class would fill in the rest with defaults.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     declared = getattr(model_class, "config_class", None)
     try:
@@ -167,6 +173,14 @@ def _config_class(model_class: type[nn.Module], model_type: str) -> type[object]
         of_type = object
     if declared is None or issubclass(of_type, declared):
         return of_type
+    parts = [field for field, kind in getattr(declared, "sub_configs", {}).items() if kind is of_type]
+    if parts:
+        alone = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+        hint = f"; the class of this type alone is {alone}" if isinstance(alone, str) else ""
+        raise SignatureError(
+            f"{model_class.__name__} takes a config of type {declared.model_type!r}, and this one of type {model_type!r} "
+            f"is only the {parts[0]} in it{hint}"
+        )
     return declared  # type: ignore[no-any-return]
 
 

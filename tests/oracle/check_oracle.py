@@ -182,9 +182,11 @@ def _reason(error: LoadplanError) -> str:
 def table_of(outcomes: Sequence[Outcome]) -> str:
     """The outcomes in Markdown: the counts, then a line for each variant."""
     bridge, own, saved = (sum(not getattr(outcome, way) for outcome in outcomes) for way in _WAYS)
+    counts = (
+        f"{bridge} load bit for bit through the bridge, {own} by our own recipes, {saved} are saved back as they were"
+    )
     lines = [
-        f"{len(outcomes)} checkpoints: {bridge} load bit for bit through the bridge, {own} by our own recipes, "
-        f"{saved} are saved back as they were.",
+        f"{len(outcomes)} checkpoints: {counts}.",
         "",
         _MEASURE,
         "",
