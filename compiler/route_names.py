@@ -68,13 +68,15 @@ def route_names(
 ) -> Routing:
     """Route `names` by `rules`; `known` are the signature's names, None without a signature."""
     uses: Counter[int] = Counter()
+    changed: dict[int, set[int]] = {}  # renaming rule -> places of the names that it changed
+    undone: set[int] = set()  # places of the names that went back to what they were
     renamed = list(names)
     for number, rule in enumerate(rules):
         if converter_of(rule) is not None:
             continue
         assert not isinstance(rule, WeightConverter), "told apart above"
         before, renamed = renamed, rule.rename(renamed)
-        uses[number] += sum(old != new for old, new in zip(before, renamed, strict=True))
+        changed[number] = {at for at, (old, new) in enumerate(zip(before, renamed, strict=True)) if old != new}
 
     fit = _Fit(known, base_prefix)
     converters = [
@@ -85,7 +87,7 @@ def route_names(
     plain: list[tuple[str, str]] = []
     kept: list[tuple[str, str]] = []
     claims: dict[tuple[int, tuple[str, ...]], _Claims] = {}
-    for source, name in zip(names, renamed, strict=True):
+    for at, (source, name) in enumerate(zip(names, renamed, strict=True)):
         claimed = _claim(name, converters)
         if claimed is not None:
             number, rule, group, index, targets = claimed
@@ -97,13 +99,16 @@ def route_names(
                 continue
             kept.append((source, ", ".join(targets)))
             plain.append((source, own))
+            undone.update(() if fit.knows((fit(name),)) else (at,))
             continue
         target = fit(name)
         if name != source and not fit.knows((target,)) and fit.knows((own := fit(source),)):
             kept.append((source, target))
             target = own
+            undone.add(at)
         plain.append((source, target))
 
+    uses.update({number: len(places - undone) for number, places in changed.items()})
     sorted_out = [_conversion(entry) for entry in claims.values()]
     return Routing(
         tuple(plain),

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from loadplan.runtime.artifact import Artifact, ArtifactError
+    from loadplan.runtime.cast import CastOverflow
     from loadplan.runtime.execute import ModeError
-    from loadplan.runtime.load import ArgumentError, ModuleMismatch, load_into, load_state_dict
+    from loadplan.runtime.load import ArgumentError, ModuleMismatch, TieConflict, load_into, load_state_dict
     from loadplan.runtime.location import LocationError
     from loadplan.runtime.open_plan import Plan
     from loadplan.runtime.plan_format import PlanError
@@ -30,6 +31,7 @@ __all__ = [
     "ArgumentError",
     "Artifact",
     "ArtifactError",
+    "CastOverflow",
     "FileMismatch",
     "LocationError",
     "ModeError",
@@ -37,6 +39,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "SaveError",
+    "TieConflict",
     "load_into",
     "load_state_dict",
     "save_checkpoint",
@@ -46,6 +49,7 @@ _HOMES = {
     "ArgumentError": "load",
     "Artifact": "artifact",
     "ArtifactError": "artifact",
+    "CastOverflow": "cast",
     "FileMismatch": "source_files",
     "LocationError": "location",
     "ModeError": "execute",
@@ -53,6 +57,7 @@ _HOMES = {
     "Plan": "open_plan",
     "PlanError": "plan_format",
     "SaveError": "save",
+    "TieConflict": "load",
     "load_into": "load",
     "load_state_dict": "load",
     "save_checkpoint": "save",

@@ -1,13 +1,13 @@
 """The execution of a section: bytes of files into buffers, nothing in between where nothing is needed.
 
-For each buffer the cheapest way that is right (`choose_ways`):
+For each buffer the cheapest way that is right:
 
     map     the buffer is one stretch of a file, of its own dtype and aligned: a view of the mapped file
     read    the copy is one stretch: read straight into the buffer, with its neighbours in the file in one `preadv`
     copy    the copy is strided or casts: from the mapped file, element by element, in torch
 
 Reads and copies are split over a bounded number of threads. All copies from files run first; copies from temporaries
-follow, in the order of the temporaries (`loadplan.runtime.plan`). An error or an interrupt stops the rest, waits for
+follow, in the order of the temporaries (`loadplan.runtime.plan`). A cast that would make a finite value infinite is refused. An error or an interrupt stops the rest, waits for
 what is running, and leaves no thread and no open file.
 """
 
@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 
 from loadplan.cache.error import LoadplanError
+from loadplan.runtime.cast import refuse_overflow
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.memory import allocate
 from loadplan.runtime.plan import Copy, Head, Section
@@ -59,6 +60,7 @@ class Execution:
 
         Raises:
             FileMismatch: a file is not, or no longer, what the plan expects.
+            CastOverflow: a value is too large for the dtype that it is cast to.
             ModeError: the mode cannot load all of them.
         """
         count = len(self.head.tensors)
@@ -79,8 +81,12 @@ class Execution:
             if copy.source < 0:
                 addressed, chain = _addressable(copy, self.head.chains)
                 source = buffers[-1 - copy.source].reshape(-1).view(torch_dtype(chain[0]))
-                _copy_strided(source, copy.src, addressed, chain, buffers)
+                _copy_strided(source, copy.src, addressed, chain, buffers, self._name(copy.buffer))
         return {number: buffers[number] for number in chosen}
+
+    def _name(self, buffer: int) -> str:
+        count = len(self.head.tensors)
+        return self.head.tensors[buffer].name if buffer < count else f"temporary {buffer - count}"
 
     def _check_mode(self, unmapped: Collection[int], kinds: Sequence[TensorType]) -> None:
         if self.mode not in ("auto", "map", "read", "copy"):
@@ -144,7 +150,7 @@ class Execution:
             with file.open() as descriptor:
                 view = memoryview((ctypes.c_char * span).from_address(source.data_ptr())).cast("B")
                 file.read_into(descriptor, [view], copy.src)
-        _copy_strided(source, 0, copy, chain, buffers)
+        _copy_strided(source, 0, copy, chain, buffers, self._name(copy.buffer))
 
 
 def _needed(copies: Sequence[Copy], wanted: Collection[int], tensors: int) -> list[Copy]:
@@ -168,17 +174,26 @@ def _addressable(copy: Copy, chains: Sequence[tuple[DType, ...]]) -> tuple[Copy,
 
 
 def _copy_strided(
-    source: torch.Tensor, src: int, copy: Copy, chain: tuple[DType, ...], buffers: dict[int, torch.Tensor]
+    source: torch.Tensor,
+    src: int,
+    copy: Copy,
+    chain: tuple[DType, ...],
+    buffers: dict[int, torch.Tensor],
+    name: str,
 ) -> None:
-    """Copy from byte `src` of the flat `source`, casting as the chain says."""
+    """Copy from byte `src` of the flat `source`, casting as the chain says; `name` is the buffer's, for messages."""
     stored, final = chain[0], chain[-1]
     sizes = [*(loop.extent for loop in copy.loops), copy.run]
     taken = source.as_strided(sizes, [*(loop.src // stored.itemsize for loop in copy.loops), 1], src // stored.itemsize)
     for dtype in chain[1:-1]:
-        taken = taken.to(torch_dtype(dtype))
+        before, taken = taken, taken.to(torch_dtype(dtype))
+        refuse_overflow(before, taken, name)
     place = buffers[copy.buffer].reshape(-1).view(torch_dtype(final))
     steps = [*(loop.dst // final.itemsize for loop in copy.loops), 1]
-    place.as_strided(sizes, steps, copy.dst // final.itemsize).copy_(taken)
+    written = place.as_strided(sizes, steps, copy.dst // final.itemsize)
+    written.copy_(taken)
+    if len(chain) > 1:
+        refuse_overflow(taken, written, name)
 
 
 def _batches(

@@ -57,6 +57,8 @@ def load_state_dict(
     Raises:
         FileMismatch: a file is missing, or not the one that the plan was compiled for.
         ModeError: `mode` cannot load every tensor.
+        CastOverflow: a value is too large for the dtype that it is cast to.
+        TieConflict: tied names hold different tensors, and others of the tie none.
         PlanError: the plan is damaged, or has no such rank.
     """
     began = time.perf_counter()
@@ -71,6 +73,7 @@ def load_state_dict(
         for count, name in enumerate(group):
             equal = (tensors[other] for other in group[:count] if _same_bytes(tensors[other], tensors[name]))
             tensors[name] = next(equal, tensors[name])
+    _refuse_open_ties(opened, tensors)
     if torch.device(device).type != "cpu":
         moved = {id(tensor): tensor.to(device) for tensor in tensors.values()}
         tensors = {name: moved[id(tensor)] for name, tensor in tensors.items()}
@@ -79,6 +82,22 @@ def load_state_dict(
     nbytes = sum(tensor.local_type(rank).nbytes for tensor in opened.head.tensors)
     logger.info("loaded %d tensors, %d bytes, in %.3f s", len(tensors), nbytes, time.perf_counter() - began)
     return dict(sorted(tensors.items()))
+
+
+class TieConflict(LoadplanError, ValueError):
+    """Tied names have different tensors in the checkpoint, and others of the same tie have none of their own."""
+
+
+def _refuse_open_ties(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse to choose for a name between different tensors (cases B25): any choice could be the wrong matrix."""
+    for group in plan.head.equal_ties:
+        open_names = sorted(other for other, name in plan.head.aliases if name in group)
+        different = [name for name in group if tensors[name] is not tensors[group[0]]]
+        if open_names and different:
+            raise TieConflict(
+                f"{', '.join(open_names)} should be tied to {' and '.join(group)}, but {different[0]} differs from "
+                f"{group[0]} in this checkpoint: say which is meant by a rule that renames it, or correct the ties"
+            )
 
 
 def load_into(

@@ -29,6 +29,7 @@ from torch import nn
 from loadplan.cache.error import LoadplanError
 from loadplan.cache.write_file import TEMPORARY_PREFIX, FolderNotWritable, commit, make_folder, write_atomically
 from loadplan.runtime.artifact import PLAN_NAME, Artifact, open_any
+from loadplan.runtime.cast import refuse_overflow
 from loadplan.runtime.check_plan import Area, covers
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.open_plan import Plan
@@ -69,6 +70,7 @@ def save_checkpoint(
     Raises:
         SaveError: tensors are missing, unknown, without values or of other types than the plan's, tied names differ,
             `folder` holds other weights that a loader could take for these, or the plan cannot be run backwards.
+        CastOverflow: a value is too large for the stored dtype that it is cast back to.
         FolderNotWritable: `folder` takes no new files, or is full.
         ArtifactError: the artifact has lost the plan that it was made by.
         PlanError: the plan is damaged.
@@ -454,15 +456,18 @@ def _run_backwards(
             yield slot, temporaries.pop(slot)
 
     for number, tensor in buffers():
+        name = plan.head.tensors[number].name if number < len(plan.head.tensors) else "a temporary"
         for copy in by_buffer[number]:
             chain = plan.head.chains[copy.chain]
             if copy.source < 0:
-                _take_back(copy, chain, tensor, _bytes_of(temporaries[-1 - copy.source]), copy.src)
+                _take_back(copy, chain, tensor, _bytes_of(temporaries[-1 - copy.source]), copy.src, name)
             else:
-                _take_back(copy, chain, tensor, maps[copy.source], layouts[copy.source].moved(copy.src))
+                _take_back(copy, chain, tensor, maps[copy.source], layouts[copy.source].moved(copy.src), name)
 
 
-def _take_back(copy: Copy, chain: tuple[DType, ...], tensor: torch.Tensor, into: torch.Tensor, offset: int) -> None:
+def _take_back(
+    copy: Copy, chain: tuple[DType, ...], tensor: torch.Tensor, into: torch.Tensor, offset: int, name: str
+) -> None:
     """Write what `copy` took back to byte `offset` of the bytes `into`, in the dtype that was stored.
 
     Bytes are moved, not elements: files may hold elements at any address.
@@ -476,7 +481,9 @@ def _take_back(copy: Copy, chain: tuple[DType, ...], tensor: torch.Tensor, into:
         row = copy.run * stored.itemsize
         steps = [loop.dst // final.itemsize for loop in copy.loops]
         values = _strided(_flat(tensor), [*extents, copy.run], steps, copy.dst // final.itemsize)
-        taken = _bytes_of(values.to(torch_dtype(stored)).contiguous()).view(*extents, row)
+        cast = values.to(torch_dtype(stored))
+        refuse_overflow(values, cast, name)
+        taken = _bytes_of(cast.contiguous()).view(*extents, row)
     _strided(into, [*extents, row], [loop.src for loop in copy.loops], offset).copy_(taken)
 
 

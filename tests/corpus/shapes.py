@@ -454,12 +454,12 @@ def qwen_vl_gptq(config: Config) -> Table:
 
 def mlx(*shape: int, modules: tuple[str, ...]) -> dict[str, Shape]:
     """Linear layers in 4 bits, 8 values an integer, with a scale and an offset for each 64 inputs."""
-    *rows, columns = shape
-    kinds: dict[str, Shape] = {}
+    rows, columns = shape[:-1], shape[-1]
+    found: dict[str, Shape] = {}
     for module in modules:
-        kinds[f"{module}.weight"] = ("U32", *rows, columns // 8)
-        kinds[f"{module}.scales"] = kinds[f"{module}.biases"] = (*rows, columns // 64)
-    return kinds
+        found[f"{module}.weight"] = ("U32", *rows, columns // 8)
+        found[f"{module}.scales"] = found[f"{module}.biases"] = (*rows, columns // 64)
+    return found
 
 
 def mistral4_mlx(config: Config) -> Table:

@@ -11,9 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from builders import raw, write_file
 from corpus.key_sets import KEY_SETS, KeySet
 from corpus.twins import DATA, HERE, MARK, Twin, compile_twin, make_twin, row, table, told
 
+from loadplan.compiler import compile_plan
 from loadplan.compiler.problem import CompileError
 from loadplan.runtime import Plan
 
@@ -82,6 +84,53 @@ def test_a_message_fits_on_a_screen(key_set: KeySet) -> None:
     _, result = made(key_set.name)
     if isinstance(result, CompileError):
         assert len(str(result).splitlines()) <= 52
+
+
+def test_a_short_message_stands_for_all_problems() -> None:
+    _, result = made("minicpm-v-2_6")
+    assert isinstance(result, CompileError)
+    named = {name for problem in result.problems for name in problem.names}
+    assert len(named) == 450 and {name.partition(".")[0] for name in named} == {"resampler", "vpm"}
+    assert f"{len(result.problems)} problems of" in str(result)
+
+
+@pytest.mark.parametrize(  # published grammars; their indices are too large to be carried
+    ("endings", "said"),
+    [
+        pytest.param("qweight qzeros scales", "qweight, qzeros, scales", id="DeepSeek-V3 in AWQ"),
+        pytest.param("quant_weight weight_scale", "quant_weight, weight_scale", id="ERNIE 4.5 in FP8"),
+        pytest.param("weight weight_scale_inv", "weight_scale_inv", id="DeepSeek-V3 in FP8"),
+        pytest.param(
+            "weight_packed weight_scale weight_zero_point weight_shape",
+            "weight_packed, weight_scale, weight_shape, weight_zero_point",
+            id="Qwen3.6 in compressed-tensors",
+        ),
+        pytest.param("qweight scales res_u res_v salient_idx", "qweight, scales", id="Spark 2.5 in INT4 and INT8"),
+    ],
+)
+def test_a_quantised_checkpoint_is_called_so(endings: str, said: str, tmp_path: Path) -> None:
+    layers = [f"model.layers.{number}.mlp.up_proj" for number in range(4)]
+    write_file(
+        tmp_path / "model.safetensors",
+        {f"{layer}.{ending}": raw("U8", 4, 4) for layer in layers for ending in endings.split()},
+    )
+    wanted = {f"{layer}.weight": ((4, 4), "U8") for layer in layers}
+    with pytest.raises(CompileError, match=rf"the checkpoint is quantised: \d+ names end in {said}, ") as caught:
+        compile_plan(tmp_path, signature=wanted)
+    assert "signature='recipe'" in str(caught.value)
+    assert compile_plan(tmp_path, signature="recipe").report.targets == 4 * len(endings.split())
+
+
+@pytest.mark.parametrize("front", ["", "model."])
+def test_a_change_of_prefix_comes_before_other_advice(front: str, tmp_path: Path) -> None:
+    names = [f"layers.{number}.weight" for number in range(60)]
+    write_file(tmp_path / "model.safetensors", {f"{front}{name}": raw("U8", 2) for name in names})
+    other = "model." if not front else ""
+    with pytest.raises(CompileError) as caught:
+        compile_plan(tmp_path, signature={f"{other}{name}": ((2,), "U8") for name in names})
+    first, *rest = str(caught.value).splitlines()[1:]
+    assert "the rule PrefixChange" in first
+    assert len(rest) == 2 and all(line.endswith("(60 times)") for line in rest)
 
 
 def test_the_table_is_up_to_date() -> None:
