@@ -24,7 +24,12 @@ _MAX_CONSTANT_NBYTES = 16 << 20  # a buffer larger than this is a mask, which mo
 
 
 def read_module(module: nn.Module) -> Signature:
-    """The signature of `module`; shapes and dtypes are those of its parameters and buffers as they are."""
+    """The signature of `module`; shapes and dtypes are those of its parameters and buffers as they are.
+
+    A plain module that holds one model of transformers and nothing else is that model: its own path is no part of
+    names, so that rules find what they are written for (cases B09). Load into the model inside.
+    """
+    module = _unwrapped(module)
     state = module.state_dict(keep_vars=True)
     tensors = tuple((name, _type(name, tensor)) for name, tensor in state.items())
     owners: dict[int, list[str]] = defaultdict(list)
@@ -40,6 +45,15 @@ def read_module(module: nn.Module) -> Signature:
         model_class=type(module).__name__,
         submodels=tuple(_submodels(module)),
     )
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The one outermost transformers model in `module`, if everything in it is that model's; else `module`."""
+    first = next(_submodels(module), None)
+    if first is None or not first.path:
+        return module
+    names = (*module.state_dict(keep_vars=True), *(name for name, _ in module.named_buffers()))
+    return module.get_submodule(first.path) if all(name.startswith(f"{first.path}.") for name in names) else module
 
 
 def _is_small(buffer: torch.Tensor) -> bool:

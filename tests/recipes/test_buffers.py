@@ -114,6 +114,30 @@ def test_signatures_with_constants_survive_storage() -> None:
     assert Signature.from_json(signature.to_json()) == signature
 
 
+class Wrapper(nn.Module):
+    """A plain module around a model, as adapters put one."""
+
+    def __init__(self, model: nn.Module, more: nn.Module | None = None) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.add_module("model", model)
+        self.more = more
+
+
+def test_b09_a_wrapper_shifts_no_scope(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(**_SIZES, num_key_value_heads=2, num_local_experts=3)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    wrapper = Wrapper(model)
+    assert Signature.from_module(wrapper) == Signature.from_module(model)
+    plan = compile_plan(tmp_path, signature=wrapper)
+    assert plan.digest == compile_plan(tmp_path, signature=model).digest
+    assert "model.layers.0.mlp.experts.gate_up_proj" in {tensor.name for tensor in plan.head.tensors}
+    other = Signature.from_module(Wrapper(model, nn.Linear(2, 2)))  # more than a wrapper: names are what they are
+    assert {name for name, _ in other.tensors} > {"more.weight", "base_model.model.lm_head.weight"}
+
+
 def test_rules_of_a_type_do_not_reach_a_custom_class_unless_registered() -> None:
     """transformers_spec 2.1: custom code is skipped unless its class or type was registered."""
     models = (Submodel("", "MineForCausalLM", "mixtral", is_custom=True),)
