@@ -13,7 +13,7 @@ from torch import nn
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.artifact import Artifact, open_any
 from loadplan.runtime.execute import Execution, Mode, Progress
-from loadplan.runtime.memory import allocate, memory_of
+from loadplan.runtime.memory import allocate, memory_of, same_bytes
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Constant
 from loadplan.runtime.source_files import find_files
@@ -71,7 +71,7 @@ def load_state_dict(
     tensors = {tensor.name: loaded[number] for number, tensor in enumerate(opened.head.tensors)}
     for group in opened.head.equal_ties:
         for count, name in enumerate(group):
-            equal = (tensors[other] for other in group[:count] if _same_bytes(tensors[other], tensors[name]))
+            equal = (tensors[other] for other in group[:count] if same_bytes(tensors[other], tensors[name]))
             tensors[name] = next(equal, tensors[name])
     _refuse_open_ties(opened, tensors)
     if torch.device(device).type != "cpu":
@@ -208,10 +208,3 @@ def _refuse(faults: Iterable[str]) -> None:
     if found:
         more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
         raise ModuleMismatch("; ".join(found[:5]) + more)
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit (NaN equals itself, -0.0 differs from 0.0)."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -43,3 +43,13 @@ def memory_of(tensor: torch.Tensor, offset: int = 0, nbytes: int | None = None) 
     if count == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr() + offset)).cast("B")
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two dense tensors are equal bit for bit: NaN equals itself, -0.0 differs from 0.0."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # as_strided, for a single element may have any stride, and only stride 1 can be viewed as bytes
+    return torch.equal(*(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (one, other)))

@@ -32,6 +32,7 @@ from loadplan.runtime.artifact import PLAN_NAME, Artifact, open_any
 from loadplan.runtime.cast import refuse_overflow
 from loadplan.runtime.check_plan import Area, covers
 from loadplan.runtime.dtype import DType
+from loadplan.runtime.memory import same_bytes
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Copy, Origin, PlanSource, Section
 from loadplan.runtime.plan_format import PlanError
@@ -105,7 +106,7 @@ def _check_states(states: Sequence[State], plan: Plan) -> None:
             f"{other} and {name} are one tensor in the checkpoint, and differ here"
             for other, name in aliases.items()
             if other in state and name in state and not {other, name} & wrong.keys()
-            if not _same_bytes(state[other], state[name])
+            if not same_bytes(_dense(state[other]), _dense(state[name]))
         ]
         faults += [f"rank {rank}: {fault}" for fault in found] if plan.world_size > 1 else found
     if faults:
@@ -138,11 +139,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return _flat(tensor).view(torch.uint8)
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one type are equal bit for bit (NaN equals itself)."""
-    return one is other or torch.equal(_bytes_of(_dense(one)), _bytes_of(_dense(other)))
 
 
 def _place(folder: Path, names: list[str], write: Callable[[Path], None]) -> tuple[Path, ...]:

@@ -19,6 +19,7 @@ import torch
 from builders import BITS, Raw, bytes_of, filled, raw, safetensors_bytes, write_file, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saving import check_restores, files_in, load_ranks, save_tensors
 from strategies import factorings, unary
 from torch import nn
 
@@ -55,34 +56,11 @@ from loadplan.compiler.rules import (
 from loadplan.compiler.target import Target
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.load import load_state_dict
-from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.save import SaveError, save_checkpoint
 from loadplan.runtime.tensor_type import TensorType
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    """All files below `folder`, by their path in it."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if not path.is_dir()}
-
-
-def load_ranks(plan: Plan, folder: Path) -> list[dict[str, torch.Tensor]]:
-    return [load_state_dict(plan, folder, rank) for rank in range(plan.world_size)]
-
-
-def check_restores(plan: Plan, source: Path, folder: Path) -> None:
-    """What `plan` loads from `source` and saves to `folder` is `source`, file by file."""
-    written = save_checkpoint(load_ranks(plan, source), plan, folder)
-    assert {str(path.relative_to(folder)) for path in written} == files_in(folder).keys()
-    assert files_in(folder) == files_in(source)
-
-
-def save_tensors(folder: Path, tensors: Mapping[str, Raw]) -> Path:
-    """A checkpoint folder of one file."""
-    write_file(folder / "model.safetensors", tensors)
-    return folder
 
 
 def floats(dtype: str, *shape: int) -> Raw:

@@ -17,9 +17,10 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from builders import Raw, bytes_of, filled, raw, write_file, write_shards
+from builders import bytes_of, filled, raw, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saving import check_restores, files_in, load_ranks, save_tensors
 from strategies import json_texts
 from torch import nn
 
@@ -46,28 +47,6 @@ from loadplan.runtime.tensor_type import TensorType
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    """All files below `folder`, by their path in it."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if not path.is_dir()}
-
-
-def load_ranks(plan: Plan, folder: Path) -> list[dict[str, torch.Tensor]]:
-    return [load_state_dict(plan, folder, rank) for rank in range(plan.world_size)]
-
-
-def check_restores(plan: Plan, source: Path, folder: Path) -> None:
-    """What `plan` loads from `source` and saves to `folder` is `source`, file by file."""
-    written = save_checkpoint(load_ranks(plan, source), plan, folder)
-    assert {str(path.relative_to(folder)) for path in written} == files_in(folder).keys()
-    assert files_in(folder) == files_in(source)
-
-
-def save_tensors(folder: Path, tensors: Mapping[str, Raw]) -> Path:
-    """A checkpoint folder of one file."""
-    write_file(folder / "model.safetensors", tensors)
-    return folder
 
 
 class Tied(nn.Module):
