@@ -50,6 +50,9 @@ def check_head(head: Head) -> Iterator[str]:
             yield f"dtype chain {chain} casts what cannot be cast by value"
     if len({file.name for file in head.files}) != len(head.files):
         yield "a file is named twice"
+    paths = [fused.path for fused in head.fusions]
+    if paths != sorted(set(paths)):
+        yield "paths of fused modules are not in order, or not unique"
     for tensor in head.tensors:
         yield from _tiling(tensor, head.world_size)
 

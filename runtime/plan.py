@@ -1,7 +1,7 @@
 """The plan: for each rank, which bytes of which file land where, through which casts.
 
     plan    ::= head section{world_size} origin?
-    head    ::= files tensors aliases equal_ties dtype chains constants report provenance
+    head    ::= files tensors aliases equal_ties chains constants model? fused* report provenance
     section ::= buffer* copy*                  -- the rank's tensors first, then its temporaries
     copy    ::= source buffer src dst run chain loop*
 
@@ -144,6 +144,29 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """The model that the tensors are for: what builds it again, without the checkpoint.
+
+    A plan is data: the class is looked up among those of `library`, nothing else is imported for its name.
+    """
+
+    library: str  # "transformers"
+    class_name: str
+    dtype: str  # what the model is built in, in torch's words ("bfloat16")
+    config: bytes  # config.json
+    generation_config: bytes = b""  # generation_config.json; empty when there is none
+
+
+@dataclass(frozen=True, slots=True)
+class FusedModule:
+    """A module that is built as the fused class which `family` makes of its own class."""
+
+    path: str  # in `named_modules` of the model
+    family: str  # name of a registered fusion family
+    options: str = "{}"  # canonical JSON
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """What one rank does."""
 
@@ -178,6 +201,8 @@ class Head:
     chains: tuple[tuple[DType, ...], ...]  # stored dtype, then the casts in turn; the last is the buffer's
     world_size: int
     constants: tuple[Constant, ...] = ()  # non-persistent buffers, for models built on the meta device
+    model: ModelRecord | None = None  # None when no known class was compiled for
+    fusions: tuple[FusedModule, ...] = ()  # in the order of their paths
     provenance: tuple[tuple[str, str], ...] = ()  # what was compiled: part, digest
     report: Report = field(default_factory=Report)
 

@@ -27,10 +27,22 @@ import zstandard
 
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.plan import Constant, CopyColumns, Head, Origin, PlanFile, PlanSource, PlanTensor, Report, Section
+from loadplan.runtime.plan import (
+    Constant,
+    CopyColumns,
+    FusedModule,
+    Head,
+    ModelRecord,
+    Origin,
+    PlanFile,
+    PlanSource,
+    PlanTensor,
+    Report,
+    Section,
+)
 from loadplan.runtime.tensor_type import TensorType
 
-FORMAT = 1  # raise it with any change to the bytes or their meaning; plans of other formats are compiled again
+FORMAT = 2  # raise it with any change to the bytes or their meaning; plans of other formats are compiled again
 MAGIC = b"LOADPLAN"
 _START = struct.Struct("<8sII")
 _ENTRY = struct.Struct("<QQ32s")
@@ -151,6 +163,8 @@ def _head_fields(head: Head) -> dict[str, object]:
         "chains": [[str(dtype) for dtype in chain] for chain in head.chains],
         "world_size": head.world_size,
         "constants": [[c.name, *_type_fields(c.type), c.data] for c in head.constants],
+        "model": [] if head.model is None else [getattr(head.model, f.name) for f in fields(head.model)],
+        "fusions": [[f.path, f.family, f.options] for f in head.fusions],
         "provenance": [list(pair) for pair in head.provenance],
         "report": {f.name: _plain(getattr(head.report, f.name)) for f in fields(head.report)},
     }
@@ -226,6 +240,10 @@ def _read_head(data: _Fields) -> Head:
             for row in data.rows("constants")
             if _length(row, 4)
         ),
+        model=_read_model(_list(data.get("model"), "model")),
+        fusions=tuple(
+            FusedModule(_text(row[0]), _text(row[1]), _text(row[2])) for row in data.rows("fusions") if _length(row, 3)
+        ),
         provenance=tuple((_text(row[0]), _text(row[1])) for row in data.rows("provenance") if _length(row, 2)),
         report=Report(
             sources=_count(report.get("sources")),
@@ -236,6 +254,13 @@ def _read_head(data: _Fields) -> Head:
             **{name: _texts(report.get(name)) for name in ("unused", "missing", "casts", "kept", "notes")},
         ),
     )
+
+
+def _read_model(row: list[object]) -> ModelRecord | None:
+    if not row:
+        return None
+    _length(row, 5)
+    return ModelRecord(_text(row[0]), _text(row[1]), _text(row[2]), _bytes(row[3]), _bytes(row[4]))
 
 
 def _read_file(row: list[object]) -> PlanFile:

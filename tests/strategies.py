@@ -30,7 +30,19 @@ from loadplan.compiler.ops import (
     Transpose,
 )
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.plan import Copy, CopyColumns, Head, Intervals, Loop, PlanFile, PlanTensor, Report, Section
+from loadplan.runtime.plan import (
+    Copy,
+    CopyColumns,
+    FusedModule,
+    Head,
+    Intervals,
+    Loop,
+    ModelRecord,
+    PlanFile,
+    PlanTensor,
+    Report,
+    Section,
+)
 from loadplan.runtime.tensor_type import TensorType, row_major
 from loadplan.runtime.torch_types import torch_dtype
 
@@ -333,6 +345,10 @@ def heads(draw: st.DrawFn) -> Head:
         equal_ties=draw(st.lists(_WORDS, max_size=2).map(tuple)),
         chains=draw(st.lists(st.lists(st.sampled_from(DType), max_size=3).map(tuple), max_size=2).map(tuple)),
         world_size=draw(st.integers(1, 3)),
+        model=draw(
+            st.none() | st.builds(ModelRecord, _NAMES, _NAMES, _NAMES, st.binary(max_size=4), st.binary(max_size=4))
+        ),
+        fusions=draw(st.lists(st.builds(FusedModule, _NAMES, _NAMES, _NAMES), max_size=2).map(tuple)),
         provenance=draw(_PAIRS),
         report=draw(reports),
     )

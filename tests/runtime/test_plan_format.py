@@ -22,7 +22,19 @@ from strategies import heads, sections
 
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.open_plan import Plan
-from loadplan.runtime.plan import Constant, Copy, CopyColumns, Head, Loop, PlanFile, PlanTensor, Report, Section
+from loadplan.runtime.plan import (
+    Constant,
+    Copy,
+    CopyColumns,
+    FusedModule,
+    Head,
+    Loop,
+    ModelRecord,
+    PlanFile,
+    PlanTensor,
+    Report,
+    Section,
+)
 from loadplan.runtime.plan_format import FORMAT, Frames, PlanError, encode
 from loadplan.runtime.tensor_type import TensorType
 
@@ -34,19 +46,21 @@ HEAD = Head(
     chains=((DType.F32, DType.BF16),),
     world_size=2,
     constants=(Constant("c", TensorType((1,), DType.I64), struct.pack("<q", 7)),),
+    model=ModelRecord("transformers", "TinyModel", "bfloat16", b'{"a":1}'),
+    fusions=(FusedModule("layers.0.attn", "qkv", '{"bias":true}'),),
     provenance=(("recipe", "cd" * 32),),
     report=Report(sources=1, source_nbytes=32, targets=1, target_nbytes=16, rules=(("rule", 1),), casts=("w: F32",)),
 )
 SECTIONS = tuple(
     Section((), CopyColumns.of([Copy(0, 0, 100 + 8 * rank, 0, 2, 0, (Loop(2, 16, 4),))])) for rank in range(2)
 )
-DIGEST = "2d577f4d78a0e6378a46c7e0db0a66af2ac7cff8fb1d3dc0a80552293ebe9eab"
+DIGEST = "da28630ad9fcf2a7ec6b0faeadad612c151a36504a6ac33b496231f6eafaed96"
 
 
 def frames_of(data: bytes) -> list[bytes]:
     """The decoded frames of a plan file, by the grammar at the top of `plan_format`."""
     magic, version, count = struct.unpack_from("<8sII", data)
-    assert (magic, version) == (b"LOADPLAN", 1)
+    assert (magic, version) == (b"LOADPLAN", FORMAT)
     at = 16 + 48 * count
     frames = []
     for entry in range(count):
@@ -59,7 +73,7 @@ def frames_of(data: bytes) -> list[bytes]:
     return frames
 
 
-def file_of(frames: list[bytes], *, level: int = 3, version: int = 1) -> bytes:
+def file_of(frames: list[bytes], *, level: int = 3, version: int = FORMAT) -> bytes:
     """A plan file of these frames, with the right lengths and digests."""
     stored = [zstandard.ZstdCompressor(level=level).compress(frame) for frame in frames]
     table = [
@@ -84,6 +98,8 @@ def test_literal_bytes() -> None:
         "chains": [["F32", "BF16"]],
         "world_size": 2,
         "constants": [["c", "I64", [1], int64s(7)]],
+        "model": ["transformers", "TinyModel", "bfloat16", b'{"a":1}', b""],
+        "fusions": [["layers.0.attn", "qkv", '{"bias":true}']],
         "provenance": [["recipe", "cd" * 32]],
         "report": {
             "sources": 1,
@@ -119,7 +135,7 @@ def test_literal_bytes() -> None:
         "0000a87372635f73746570c4081000000000000000a86473745f73746570c4080400000000000000"
     )
     whole = hashlib.sha256(
-        b"LOADPLAN" + struct.pack("<I", 1) + b"".join(hashlib.sha256(f).digest() for f in (head, first, second))
+        b"LOADPLAN" + struct.pack("<I", 2) + b"".join(hashlib.sha256(f).digest() for f in (head, first, second))
     )
     assert digest == whole.hexdigest() == DIGEST
 
@@ -141,7 +157,7 @@ def test_the_digest_is_of_the_content() -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Head) if field.name != "world_size"])
 def test_the_digest_covers_the_head(name: str) -> None:
-    value = Report() if name == "report" else ()
+    value = {"report": Report(), "model": None}.get(name, ())
     changed = replace(HEAD, **{name: value if getattr(HEAD, name) != value else (("x", "y"),)})  # type: ignore[arg-type]
     assert encode(changed, SECTIONS)[1] != DIGEST
 
@@ -229,11 +245,11 @@ def test_any_bytes(data: bytes) -> None:
     refused(data)
 
 
-@pytest.mark.parametrize("version", [0, 2, 99, 2**32 - 1])
+@pytest.mark.parametrize("version", [0, 1, 3, 99, 2**32 - 1])
 def test_other_formats(version: int) -> None:
-    assert FORMAT == 1
+    assert FORMAT == 2
     message = refused(file_of(frames_of(DATA), version=version))
-    assert f"has plan format {version}, this loadplan reads 1: compile it again" in message
+    assert f"has plan format {version}, this loadplan reads 2: compile it again" in message
 
 
 def test_other_files() -> None:
@@ -243,7 +259,7 @@ def test_other_files() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 65_538, 2**32 - 1])
 def test_frame_counts(count: int) -> None:
-    assert "ends inside its frame table" in refused(struct.pack("<8sII", b"LOADPLAN", 1, count) + bytes(96))
+    assert "ends inside its frame table" in refused(struct.pack("<8sII", b"LOADPLAN", FORMAT, count) + bytes(96))
 
 
 def test_wrong_number_of_sections() -> None:
@@ -350,6 +366,11 @@ def test_file_names_stay_inside(name: str) -> None:
         ({"report": []}, "report is not a mapping"),
         ({"report": {}}, "sources is missing"),
         ({"provenance": [["a", "b", "c"]]}, "a row has 3 values"),
+        ({"model": ["transformers", "X"]}, "a row has 2 values, 5 belong there"),
+        ({"model": ["transformers", "X", "bfloat16", "{}", b""]}, "'{}' stands where bytes belong"),
+        ({"model": None}, "model holds None where a list belongs"),
+        ({"fusions": [["a", "qkv"]]}, "a row has 2 values, 3 belong there"),
+        ({"fusions": [["b", "f", "{}"], ["a", "f", "{}"]]}, "paths of fused modules are not in order"),
         ({"provenance": "x" * 100_000}, "provenance holds 'xxx"),
     ],
 )
