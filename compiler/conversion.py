@@ -20,7 +20,8 @@ import torch
 from loadplan.cache.error import LoadplanError
 from loadplan.cache.write_file import make_folder
 from loadplan.runtime.artifact import ORIGINAL_NAME, PLAN_NAME, Artifact
-from loadplan.runtime.execute import Execution, Progress
+from loadplan.runtime.execute import Execution
+from loadplan.runtime.loading import Progress
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Copy, CopyColumns, Head, PlanFile, Section
 from loadplan.runtime.source_files import SourceFile, find_files

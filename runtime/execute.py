@@ -1,43 +1,54 @@
 """The execution of a section: bytes of files into buffers, nothing in between where nothing is needed.
 
-For each buffer the cheapest way that is right:
+For each buffer the cheapest way that is right, on the file system its files lie on:
 
-    map     the buffer is one stretch of a file, of its own dtype and aligned: a view of the mapped file
-    read    the copy is one stretch: read straight into the buffer, with its neighbours in the file in one `preadv`
-    copy    the copy is strided or casts: from the mapped file, element by element, in torch
+    map      the buffer is one aligned stretch of a file: a view of the mapped file
+    compose  it is several large ones that lie alike on their pages: these pages, mapped side by side
+    read     stretches are read straight into the buffer, neighbours in a file with many destinations in one `preadv`
+    copy     what steps or casts: from the mapped file or through staging, element by element, in torch
 
-Reads and copies are split over a bounded number of threads. All copies from files run first; copies from temporaries
-follow, in the order of the temporaries (`loadplan.runtime.plan`). A cast that would make a finite value infinite is refused. An error or an interrupt stops the rest, waits for
-what is running, and leaves no thread and no open file.
+Files on a server are read in large pieces and not mapped: each fault would wait for it, and a mapped file that goes away
+ends the process. Mapped files that are not in the page cache are read into it on the way.
+
+Reads and copies are tasks for a bounded number of threads, cut small enough to keep within the staging budget. Copies
+from temporaries follow, in the order of the temporaries (`loadplan.runtime.plan`). A cast that would make a finite value
+infinite is refused. An error or an interrupt stops the rest, waits for what is running, and leaves no thread and no open
+file.
 """
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import os
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 
 from loadplan.cache.error import LoadplanError
-from loadplan.runtime.cast import refuse_overflow
-from loadplan.runtime.dtype import DType
-from loadplan.runtime.memory import allocate
+from loadplan.runtime.compose import MAX_MAPPINGS, compose, joined, shift_of
+from loadplan.runtime.copy_strided import addressable, copy_from_map, copy_staged, copy_strided
+from loadplan.runtime.loading import Loading, Progress, Task
+from loadplan.runtime.memory import STAGING_NBYTES, allocate_all, lock, populate, view
 from loadplan.runtime.plan import Copy, Head, Section
+from loadplan.runtime.schedule import Schedule, Stretch, schedule, tiles
 from loadplan.runtime.source_files import SourceFile
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import torch_dtype
 
+logger = logging.getLogger(__name__)
+
 Mode = Literal["auto", "map", "read", "copy"]
-Progress = Callable[[int, int], None]
+Residency = Literal["lazy", "read", "lock"]
 
 _READ_NBYTES = 16 << 20  # per task: enough to keep a disk busy, small enough to share out among threads
 _MAX_VIEWS = 1000  # per preadv; Linux takes 1,024 (IOV_MAX)
+_MAX_GROUP = 256  # reads in one task
 _MAX_THREADS = 8  # more only queue: memory bandwidth is the limit for cached files, depth 8 suffices for NVMe
+_ORDER_NBYTES = 64 << 20  # tensors that are needed together are read in file order, up to so many bytes
 
 
 class ModeError(LoadplanError, ValueError):
@@ -54,6 +65,7 @@ class Execution:
     files: Sequence[SourceFile]
     mode: Mode = "auto"
     threads: int | None = None
+    residency: Residency = "lazy"
 
     def run(self, wanted: Collection[int] | None = None, progress: Progress | None = None) -> dict[int, torch.Tensor]:
         """The wanted tensors by number, all of the section's if None.
@@ -62,182 +74,207 @@ class Execution:
             FileMismatch: a file is not, or no longer, what the plan expects.
             CastOverflow: a value is too large for the dtype that it is cast to.
             ModeError: the mode cannot load all of them.
+            MemoryError: they do not fit, or may not be locked.
         """
-        count = len(self.head.tensors)
-        chosen = set(range(count)) if wanted is None else set(wanted)
-        kinds = [*(tensor.local_type(self.rank) for tensor in self.head.tensors), *self.section.temporaries]
-        copies = _needed(list(self.section.copies), chosen, count)
-        by_buffer: dict[int, list[Copy]] = defaultdict(list)
-        for copy in copies:
-            by_buffer[copy.buffer].append(copy)
-        mapped = {buffer: found[0] for buffer in chosen if self._maps(found := by_buffer[buffer], kinds[buffer])}
-        self._check_mode(chosen - mapped.keys(), kinds)
+        loading = self._start(wanted, None, in_background=False)
+        tensors = loading.result(progress)
+        if self.residency == "lock":
+            lock(tensors.values())
+        return tensors
 
-        buffers = {n: self._view(copy, kinds[n]) for n, copy in mapped.items()}
-        buffers |= {n: allocate(kinds[n]) for n in (*sorted(chosen), *sorted(by_buffer)) if n not in buffers}
-        work = [copy for copy in copies if copy.buffer not in mapped]
-        self._read([copy for copy in work if copy.source >= 0], buffers, progress)
-        for copy in work:
-            if copy.source < 0:
-                addressed, chain = _addressable(copy, self.head.chains)
-                source = buffers[-1 - copy.source].reshape(-1).view(torch_dtype(chain[0]))
-                _copy_strided(source, copy.src, addressed, chain, buffers, self._name(copy.buffer))
-        return {number: buffers[number] for number in chosen}
+    def start(self, order: Sequence[int] | None = None) -> Loading:
+        """Begin to load the tensors, all if None, in this order as far as reading allows. Raises as `run` does."""
+        return self._start(order, order, in_background=True)
+
+    def _start(self, wanted: Collection[int] | None, order: Sequence[int] | None, *, in_background: bool) -> Loading:
+        self._check_mode()
+        count = len(self.head.tensors)
+        chosen = range(count) if wanted is None else sorted(set(wanted))
+        kinds = [*(tensor.local_type(self.rank) for tensor in self.head.tensors), *self.section.temporaries]
+        found = schedule(self.section.copies, self.head.chains, wanted, expand=self.mode != "copy")
+        buffers: dict[int, torch.Tensor] = {}
+        mapped = self._map(found, kinds, buffers)
+        composed, seams = self._compose(found, kinds, buffers)
+        self._check_mapped((number for number in chosen if number not in buffers), kinds)
+        fresh = {number: kinds[number] for number in chosen if number not in buffers}
+        fresh |= {n: kinds[n] for n in sorted({*found.whole, *found.parts, *found.mixed}) if n >= count}
+        buffers |= allocate_all(fresh)
+
+        apart = [s for number, s in found.whole.items() if number not in mapped]
+        apart += [s for number, parts in found.parts.items() if number not in composed for s in parts]
+        places = [*((s, buffers[s.buffer].data_ptr() + s.dst) for s in apart), *seams]
+        ranks = {number: at for at, number in enumerate(order or ())}
+        tasks = [*self._read_tasks(places, kinds, ranks), *self._copy_tasks(found, buffers)]
+        tasks += self._page_tasks(mapped | composed, buffers)
+        if ranks:
+            tasks.sort(key=lambda task: min(ranks.get(number, len(ranks)) for number in task.buffers))
+        last = partial(self._copy_later, found.later, buffers) if found.later else None
+        threads = self.threads or min(os.cpu_count() or 1, _MAX_THREADS)
+        logger.info(
+            "rank %d: %d tensors mapped, %d composed of mapped pages, %d read (%d bytes), %d strided copies, on %d threads",
+            *(self.rank, len(mapped), len(composed), len(fresh), sum(s.nbytes for s in apart)),
+            *(len(found.strided) + len(found.later), threads),
+        )
+        if not in_background and (threads == 1 or len(tasks) <= 1):
+            threads = 0
+        late = {copy.buffer for copy in found.later}
+        return Loading({number: buffers[number] for number in chosen}, tasks, threads, last, late)
+
+    # -- buffers without a copy ------------------------------------------------------------------------------------
+
+    def _map(
+        self, found: Schedule, kinds: Sequence[TensorType], buffers: dict[int, torch.Tensor]
+    ) -> dict[int, tuple[int, ...]]:
+        """Add views for the buffers that are one stretch of a file; returns the file of each."""
+        maps = [self._may_map(file) for file in self.files]
+        first_temporary = len(self.head.tensors)
+        mapped: dict[int, tuple[int, ...]] = {}
+        for number, (file, src, _, _, _) in found.whole.items():
+            kind = kinds[number]
+            bits = kind.dtype.bits
+            if number < first_temporary and maps[file] and not bits % 8 and not src * 8 % bits:
+                buffers[number] = view(self.files[file].map(), kind, src)
+                mapped[number] = (file,)
+        return mapped
+
+    def _compose(
+        self, found: Schedule, kinds: Sequence[TensorType], buffers: dict[int, torch.Tensor]
+    ) -> tuple[dict[int, tuple[int, ...]], list[tuple[Stretch, int]]]:
+        """Add the buffers that can be mapped in parts; returns the files of each, and what to read at which address."""
+        composed: dict[int, tuple[int, ...]] = {}
+        seams: list[tuple[Stretch, int]] = []
+        mixed, mappings = found.mixed, 0
+        for number, parts in found.parts.items():
+            kind = kinds[number]
+            if number >= len(self.head.tensors) or number in mixed or kind.dtype.is_packed:
+                continue
+            stretches = joined(parts)
+            files = tuple({stretch.file for stretch in stretches})
+            shift = (
+                shift_of(stretches, kind.dtype.itemsize) if all(self._may_map(self.files[f]) for f in files) else None
+            )
+            if shift is None or mappings + 2 * len(stretches) > MAX_MAPPINGS:
+                continue
+            mappings += 2 * len(stretches)
+            memory, left = compose(stretches, shift, lambda file: self.files[file].open())
+            buffers[number] = view(memory, kind, 0)
+            composed[number] = files
+            seams += left
+        return composed, seams
+
+    def _may_map(self, file: SourceFile) -> bool:
+        return self.mode == "map" or (self.mode == "auto" and not file.is_remote)
+
+    def _check_mode(self) -> None:
+        if self.mode not in ("auto", "map", "read", "copy"):
+            raise ModeError(f"mode={self.mode!r}: one of auto, map, read, copy")
+        if self.residency not in ("lazy", "read", "lock"):
+            raise ModeError(f"residency={self.residency!r}: one of lazy, read, lock")
+
+    def _check_mapped(self, unmapped: Iterator[int], kinds: Sequence[TensorType]) -> None:
+        left = sorted(number for number in unmapped if kinds[number].numel) if self.mode == "map" else []
+        if left:
+            name = self.head.tensors[left[0]].name
+            raise ModeError(
+                f"mode='map': {len(left)} tensors are not made of aligned stretches of files, the first is {name}; "
+                "use mode='auto', or convert the checkpoint"
+            )
+
+    # -- tasks -----------------------------------------------------------------------------------------------------
+
+    def _read_tasks(
+        self, places: list[tuple[Stretch, int]], kinds: Sequence[TensorType], ranks: dict[int, int]
+    ) -> Iterator[Task]:
+        """Reads in file order; with `ranks`, in file order among tensors that are needed together."""
+        bucket: dict[int, int] = {}
+        held = 0
+        for number in ranks:
+            bucket[number] = held // _ORDER_NBYTES
+            held += kinds[number].nbytes
+        end = held // _ORDER_NBYTES + 1
+        places.sort(key=lambda item: (bucket.get(item[0].buffer, end), item[0].file, item[0].src))
+        for group in _groups(_batches(places)):
+            parts = [part for batch in group for part, _ in batch]
+            buffers = tuple({part.buffer for part in parts})
+            yield Task(sum(part.nbytes for part in parts), buffers, partial(self._scatter, group))
+
+    def _scatter(self, group: Sequence[Sequence[tuple[Stretch, int]]]) -> None:
+        """Stretches of one file, each into the buffers that its parts belong to."""
+        file = self.files[group[0][0][0].file]
+        with file.open() as descriptor:
+            for batch in group:
+                places = array("Q")
+                for part, address in batch:
+                    places.append(address)
+                    places.append(part.nbytes)
+                file.scatter(descriptor, places, batch[0][0].src)
+
+    def _copy_tasks(self, found: Schedule, buffers: dict[int, torch.Tensor]) -> Iterator[Task]:
+        """Copies out of files, in tiles."""
+        limit = min(_READ_NBYTES, STAGING_NBYTES // (2 * _MAX_THREADS))  # what is read, and what a cast makes of it
+        for whole in found.strided:
+            file, buffer, name = self.files[whole.source], buffers[whole.buffer], self._name(whole.buffer)
+            copy, chain = addressable(whole, self.head.chains)
+            way = copy_staged if file.is_remote and self.mode in ("auto", "read") else copy_from_map
+            for tile in tiles(copy, chain, limit):
+                nbytes = tile.numel * chain[0].itemsize
+                yield Task(nbytes, (whole.buffer,), partial(way, file, tile, chain, buffer, name))
+
+    def _page_tasks(self, mapped: Mapping[int, Collection[int]], buffers: dict[int, torch.Tensor]) -> Iterator[Task]:
+        """Reads of mapped pages: of files that are not in the page cache, and of all if so asked."""
+        for number, files in sorted(mapped.items()):
+            if self.residency == "lazy" and all(self.files[file].is_resident for file in files):
+                continue
+            nbytes = buffers[number].numel() * buffers[number].element_size()
+            for low in range(0, nbytes, _READ_NBYTES):
+                high = min(low + _READ_NBYTES, nbytes)
+                yield Task(high - low, (number,), partial(populate, buffers[number], low, high))
+
+    def _copy_later(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor]) -> None:
+        for copy in copies:
+            addressed, chain = addressable(copy, self.head.chains)
+            source = buffers[-1 - copy.source].reshape(-1).view(torch_dtype(chain[0]))
+            for tile in tiles(addressed, chain, STAGING_NBYTES // 2):
+                copy_strided(source, tile.src, tile, chain, buffers[copy.buffer], self._name(copy.buffer))
 
     def _name(self, buffer: int) -> str:
         count = len(self.head.tensors)
         return self.head.tensors[buffer].name if buffer < count else f"temporary {buffer - count}"
 
-    def _check_mode(self, unmapped: Collection[int], kinds: Sequence[TensorType]) -> None:
-        if self.mode not in ("auto", "map", "read", "copy"):
-            raise ModeError(f"mode={self.mode!r}: one of auto, map, read, copy")
-        left = sorted(number for number in unmapped if kinds[number].numel)
-        if self.mode == "map" and left:
-            name = self.head.tensors[left[0]].name
-            raise ModeError(
-                f"mode='map': {len(left)} tensors are not one aligned stretch of a file, the first is {name}; "
-                "use mode='auto', or convert the checkpoint"
-            )
 
-    def _maps(self, copies: Sequence[Copy], kind: TensorType) -> bool:
-        if self.mode not in ("auto", "map") or len(copies) != 1 or kind.dtype.is_packed:
-            return False
-        (copy,) = copies
-        chain = self.head.chains[copy.chain]
-        return copy.source >= 0 and not copy.loops and len(chain) == 1 and copy.src % kind.dtype.itemsize == 0
-
-    def _view(self, copy: Copy, kind: TensorType) -> torch.Tensor:
-        memory = self.files[copy.source].map()
-        flat = torch.frombuffer(memory, dtype=torch_dtype(kind.dtype), count=kind.numel, offset=copy.src)
-        return flat.view(kind.shape)
-
-    def _read(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor], progress: Progress | None) -> None:
-        """All copies from files, in tasks for the threads."""
-        tasks: list[tuple[int, Callable[[], None]]] = []
-        stretches: list[tuple[int, int, int, int]] = []  # file, offset, nbytes, address
-        for copy in copies:
-            chain = self.head.chains[copy.chain]
-            nbytes = copy.numel * chain[0].bits // 8
-            if copy.loops or len(chain) > 1 or self.mode == "copy":
-                tasks.append((nbytes, lambda copy=copy: self._copy(copy, buffers)))  # type: ignore[misc]
-            else:
-                stretches.append((copy.source, copy.src, nbytes, buffers[copy.buffer].data_ptr() + copy.dst))
-        for batch in _batches(stretches):
-            tasks.append((sum(part[2] for part in batch), lambda batch=batch: self._scatter(batch)))  # type: ignore[misc]
-        _run_all(tasks, self.threads, progress)
-
-    def _scatter(self, batch: Sequence[tuple[int, int, int, int]]) -> None:
-        """One stretch of a file into the buffers that its parts belong to."""
-        file = self.files[batch[0][0]]
-        views = [
-            memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") for _, _, nbytes, address in batch
-        ]
-        with file.open() as descriptor:
-            file.read_into(descriptor, views, batch[0][1])
-
-    def _copy(self, copy: Copy, buffers: dict[int, torch.Tensor]) -> None:
-        """One strided or casting copy out of a file."""
-        file = self.files[copy.source]
-        copy, chain = _addressable(copy, self.head.chains)
-        stored = chain[0]
-        span = copy.run * stored.itemsize + sum((loop.extent - 1) * loop.src for loop in copy.loops)
-        if copy.src % stored.itemsize == 0:
-            source = torch.frombuffer(
-                file.map(), dtype=torch_dtype(stored), count=span // stored.itemsize, offset=copy.src
-            )
-        else:  # a misaligned tensor: torch may only address it after a move
-            source = torch.empty(span // stored.itemsize, dtype=torch_dtype(stored))
-            with file.open() as descriptor:
-                view = memoryview((ctypes.c_char * span).from_address(source.data_ptr())).cast("B")
-                file.read_into(descriptor, [view], copy.src)
-        _copy_strided(source, 0, copy, chain, buffers, self._name(copy.buffer))
-
-
-def _needed(copies: Sequence[Copy], wanted: Collection[int], tensors: int) -> list[Copy]:
-    """The copies that the wanted buffers depend on, in their order."""
-    buffers = set(wanted)
-    for copy in reversed(copies):  # whoever reads a temporary stands behind whoever writes it
-        if copy.buffer in buffers and copy.source < 0:
-            buffers.add(-1 - copy.source)
-    return [copy for copy in copies if copy.buffer in buffers]
-
-
-def _addressable(copy: Copy, chains: Sequence[tuple[DType, ...]]) -> tuple[Copy, tuple[DType, ...]]:
-    """The copy and its chain in elements that torch can address, and moves as they are.
-
-    Packed elements move as whole bytes; booleans too, of which torch would make 0 or 1.
-    """
-    chain = chains[copy.chain]
-    if not chain[0].is_packed and chain[0] is not DType.BOOL:
-        return copy, chain
-    return copy._replace(run=copy.run * chain[0].bits // 8), (DType.U8,)
-
-
-def _copy_strided(
-    source: torch.Tensor,
-    src: int,
-    copy: Copy,
-    chain: tuple[DType, ...],
-    buffers: dict[int, torch.Tensor],
-    name: str,
-) -> None:
-    """Copy from byte `src` of the flat `source`, casting as the chain says; `name` is the buffer's, for messages."""
-    stored, final = chain[0], chain[-1]
-    sizes = [*(loop.extent for loop in copy.loops), copy.run]
-    taken = source.as_strided(sizes, [*(loop.src // stored.itemsize for loop in copy.loops), 1], src // stored.itemsize)
-    for dtype in chain[1:-1]:
-        before, taken = taken, taken.to(torch_dtype(dtype))
-        refuse_overflow(before, taken, name)
-    place = buffers[copy.buffer].reshape(-1).view(torch_dtype(final))
-    steps = [*(loop.dst // final.itemsize for loop in copy.loops), 1]
-    written = place.as_strided(sizes, steps, copy.dst // final.itemsize)
-    written.copy_(taken)
-    if len(chain) > 1:
-        refuse_overflow(taken, written, name)
-
-
-def _batches(
-    stretches: Sequence[tuple[int, int, int, int]],
-) -> Iterator[list[tuple[int, int, int, int]]]:
+def _batches(places: Sequence[tuple[Stretch, int]]) -> Iterator[list[tuple[Stretch, int]]]:
     """Neighbours in a file together, in tasks of about `_READ_NBYTES`."""
-    batch: list[tuple[int, int, int, int]] = []
-    held = 0
-    for file, offset, nbytes, address in stretches:
-        while nbytes:
-            last = batch[-1] if batch else None
-            follows = last is not None and last[0] == file and last[1] + last[2] == offset
+    batch: list[tuple[Stretch, int]] = []
+    held, end = 0, (-1, -1)
+    for stretch, address in places:
+        while True:
+            follows = end == (stretch.file, stretch.src)
             if batch and (not follows or held >= _READ_NBYTES or len(batch) == _MAX_VIEWS):
                 yield batch
                 batch, held = [], 0
-            part = min(nbytes, _READ_NBYTES - held)
-            batch.append((file, offset, part, address))
-            offset, nbytes, address, held = offset + part, nbytes - part, address + part, held + part
+            nbytes = min(stretch.nbytes, _READ_NBYTES - held)
+            batch.append((stretch if nbytes == stretch.nbytes else stretch._replace(nbytes=nbytes), address))
+            held, end = held + nbytes, (stretch.file, stretch.src + nbytes)
+            if nbytes == stretch.nbytes:
+                break
+            stretch = stretch._replace(src=stretch.src + nbytes, nbytes=stretch.nbytes - nbytes)
+            address += nbytes
     if batch:
         yield batch
 
 
-def _run_all(tasks: Sequence[tuple[int, Callable[[], None]]], threads: int | None, progress: Progress | None) -> None:
-    """Run the tasks on a bounded number of threads; the first error stops what has not begun."""
-    total = sum(nbytes for nbytes, _ in tasks)
-    done = 0
-    count = min(threads or min(os.cpu_count() or 1, _MAX_THREADS), len(tasks))
-    if count <= 1:
-        for nbytes, task in tasks:
-            task()
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-        return
-    pool = ThreadPoolExecutor(count, thread_name_prefix="loadplan")
-    try:
-        sizes = {pool.submit(task): nbytes for nbytes, task in tasks}
-        pending = set(sizes)
-        while pending:
-            finished, pending = wait(pending, return_when=FIRST_EXCEPTION if progress is None else "FIRST_COMPLETED")
-            for future in finished:
-                future.result()
-                done += sizes[future]
-            if progress is not None:
-                progress(done, total)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+def _groups(batches: Iterator[list[tuple[Stretch, int]]]) -> Iterator[list[list[tuple[Stretch, int]]]]:
+    """Small batches of one file together, so that a task is worth its way through the queue."""
+    group: list[list[tuple[Stretch, int]]] = []
+    held = 0
+    for batch in batches:
+        nbytes = sum(part.nbytes for part, _ in batch)
+        if group and (
+            group[0][0][0].file != batch[0][0].file or held + nbytes > _READ_NBYTES or len(group) == _MAX_GROUP
+        ):
+            yield group
+            group, held = [], 0
+        group.append(batch)
+        held += nbytes
+    if group:
+        yield group

@@ -12,7 +12,9 @@ from torch import nn
 
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.artifact import Artifact, open_any
-from loadplan.runtime.execute import Execution, Mode, Progress
+from loadplan.runtime.collector import paused_collector
+from loadplan.runtime.execute import Execution, Mode
+from loadplan.runtime.loading import Progress
 from loadplan.runtime.memory import allocate, memory_of, same_bytes
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Constant
@@ -67,7 +69,8 @@ def load_state_dict(
         raise ArgumentError(f"threads={threads}: at least 1")
     section = opened.section(rank)
     files = find_files(location, opened.head.files)
-    loaded = Execution(opened.head, section, rank, files, mode, threads).run(progress=progress)
+    with paused_collector():
+        loaded = Execution(opened.head, section, rank, files, mode, threads).run(progress=progress)
     tensors = {tensor.name: loaded[number] for number, tensor in enumerate(opened.head.tensors)}
     for group in opened.head.equal_ties:
         for count, name in enumerate(group):

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
-import mmap
 import os
 import stat
-import weakref
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
 from loadplan.cache.error import LoadplanError
+from loadplan.runtime.file_system import is_network, is_resident
 from loadplan.runtime.location import locate
+from loadplan.runtime.memory import Memory, map_file, own
 from loadplan.runtime.plan import PlanFile
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (
-    ctypes.c_void_p,  # address
-    ctypes.c_size_t,  # nbytes
-    ctypes.c_int,  # protection
-    ctypes.c_int,  # flags
-    ctypes.c_int,  # descriptor
-    ctypes.c_int64,  # offset
-)
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_LIBC.preadv.restype = ctypes.c_ssize_t
+_LIBC.preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 
 
 class FileMismatch(LoadplanError, OSError):
@@ -42,17 +36,29 @@ class FileMismatch(LoadplanError, OSError):
         return f"{self.name}: {self.reason}; restore the file, or compile the plan again"
 
 
+class ReadError(LoadplanError, OSError):
+    """The system could not read a part of a checkpoint file."""
+
+    def __init__(self, name: str, offset: int, reason: str) -> None:
+        super().__init__(name, offset, reason)
+        self.name, self.offset, self.reason = name, offset, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: cannot be read at byte {self.offset} ({self.reason}); check the disk, or restore the file"
+
+
 class SourceFile:
     """One file, checked when made; reading it later fails if it was replaced or changed in between."""
 
     def __init__(self, path: Path, expected: PlanFile) -> None:
         """Compare size and header of the file at `path` with `expected`. Raises `FileMismatch`."""
         self._path, self.name, self._size = path, expected.name, expected.size
-        self._map: ctypes.Array[ctypes.c_char] | None = None
+        self._map: Memory | None = None
         self._lock = Lock()
         self._state: tuple[int, ...] | None = None
         with self.open() as descriptor:
             self._state = _state(descriptor)
+            self.is_remote = is_network(descriptor)
             digest = hashlib.sha256()
             for offset, nbytes in expected.guards:
                 digest.update(self._pread(descriptor, nbytes, offset))
@@ -78,19 +84,36 @@ class SourceFile:
         finally:
             os.close(descriptor)
 
-    def map(self) -> ctypes.Array[ctypes.c_char]:
-        """The whole file in memory, private and copy on write; unmapped when the last tensor on it is gone."""
+    def map(self) -> Memory:
+        """The whole file in memory, private and copy on write; unmapped when the last tensor on it is gone.
+
+        `mmap.mmap` would hold a descriptor for as long, and a model may have more files than a process may have of them.
+        """
         with self._lock:
             if self._map is None:
                 with self.open() as descriptor:
-                    self._map = _map_file(descriptor, self._size)
+                    address = map_file(descriptor, self._size)
+                self._map = own(address, self._size, address, self._size)
             return self._map
 
+    @cached_property
+    def is_resident(self) -> bool:
+        """Whether its bytes are in the page cache, by a sample."""
+        return is_resident(ctypes.addressof(self.map()), self._size)
+
     def read_into(self, descriptor: int, views: Sequence[memoryview], offset: int) -> None:
-        """Fill `views`, one after the other, with the bytes from `offset`. Raises `FileMismatch` at the file's end."""
+        """Fill `views`, one after the other, with the bytes from `offset`.
+
+        Raises:
+            FileMismatch: the file ends before.
+            ReadError: the system cannot read it.
+        """
         left = list(views)
         while left:
-            count = os.preadv(descriptor, left, offset)
+            try:
+                count = os.preadv(descriptor, left, offset)
+            except OSError as error:
+                raise ReadError(self.name, offset, str(error.strerror)) from error
             if count == 0:
                 raise FileMismatch(self.name, f"ends at byte {offset}")
             offset += count
@@ -98,6 +121,27 @@ class SourceFile:
                 count -= left.pop(0).nbytes
             if count:
                 left[0] = left[0][count:]
+
+    def scatter(self, descriptor: int, places: array[int], offset: int) -> None:
+        """As `read_into`, with addresses: `places` holds address and nbytes of each, at most 1,024; it is used up."""
+        first = 0
+        while first < len(places):
+            start = places.buffer_info()[0] + first * places.itemsize
+            count = _LIBC.preadv(descriptor, start, (len(places) - first) // 2, offset)
+            if count < 0:
+                number = ctypes.get_errno()
+                if number == errno.EINTR:
+                    continue
+                raise ReadError(self.name, offset, os.strerror(number))
+            if count == 0:
+                raise FileMismatch(self.name, f"ends at byte {offset}")
+            offset += count
+            while first < len(places) and count >= places[first + 1]:
+                count -= places[first + 1]
+                first += 2
+            if count:
+                places[first] += count
+                places[first + 1] -= count
 
     def _pread(self, descriptor: int, nbytes: int, offset: int) -> bytearray:
         data = bytearray(nbytes)
@@ -108,21 +152,6 @@ class SourceFile:
 def _state(descriptor: int) -> tuple[int, ...]:
     found = os.fstat(descriptor)
     return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _map_file(descriptor: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """The file's bytes, private and copy on write, as long as the array or a tensor on it lives.
-
-    `mmap.mmap` would hold a descriptor for as long, and a model may have more files than a process may have descriptors.
-    """
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
-    address = _LIBC.mmap(None, nbytes, protection, flags, descriptor, 0)
-    if address == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {nbytes} bytes: {os.strerror(number)}")
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(memory, _LIBC.munmap, address, nbytes).atexit = False  # tensors may live on until the very end
-    return memory
 
 
 def find_files(location: str | Path, expected: Sequence[PlanFile]) -> list[SourceFile]:
