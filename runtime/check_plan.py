@@ -6,9 +6,10 @@ It looks at nothing but the plan itself, so a fault of the compiler does not hid
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from itertools import compress
 from math import prod
 from typing import NamedTuple
 
@@ -54,7 +55,8 @@ def check_head(head: Head) -> Iterator[str]:
     if paths != sorted(set(paths)):
         yield "paths of fused modules are not in order, or not unique"
     for tensor in head.tensors:
-        yield from _tiling(tensor, head.world_size)
+        if tensor.shard_dim >= 0 or tensor.intervals:
+            yield from _tiling(tensor, head.world_size)
 
 
 def _tiling(tensor: PlanTensor, world_size: int) -> Iterator[str]:
@@ -94,12 +96,20 @@ def check_origin(head: Head, origin: Origin) -> Iterator[str]:
 
 
 def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
-    """What is wrong with the section of `rank`; nothing when it is proved. `check_head` must have passed."""
+    """What is wrong with the section of `rank`; nothing when it is proved. `check_head` must have passed.
+
+    Most copies move a whole tensor as it is. These are told by a few comparisons of columns, all others go through the
+    general rules; both ways must find the same (tests/runtime/test_check_plan.py).
+    """
     kinds = [*(tensor.local_type(rank) for tensor in head.tensors), *section.temporaries]
     first_temporary = len(head.tensors)
     areas: dict[int, list[Area]] = defaultdict(list)
+    plain = _plain_copies(head, section, kinds)
     latest = -1  # the last temporary that was read: it must be complete by then
-    for row, copy in enumerate(section.copies):
+    for row in range(len(section.copies)):
+        if latest < 0 and plain[row]:
+            continue
+        copy = section.copies[row]
         fault = _copy_fault(copy, head, kinds, first_temporary)
         if fault is None and copy.source < 0:
             number = -1 - copy.source
@@ -114,11 +124,42 @@ def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
         bits = head.chains[copy.chain][-1].bits
         loops = sorted(((loop.extent, loop.dst * 8 // bits) for loop in copy.loops), key=lambda loop: -loop[1])
         areas[copy.buffer].append(Area(copy.dst * 8 // bits, copy.run, tuple(loops)))
+    written = compress(section.copies.buffer, plain)
+    whole = Counter(written)
     for buffer, kind in enumerate(kinds):
+        count = whole.get(buffer, 0)
+        if count == 1 and buffer not in areas:
+            continue
         name = head.tensors[buffer].name if buffer < first_temporary else f"temporary {buffer - first_temporary}"
-        fault = covers(kind.numel, areas.get(buffer, []))
+        fault = covers(kind.numel, [*areas.get(buffer, []), *[Area(0, kind.numel, ())] * count])
         if fault is not None:
             yield f"{name}: {fault}"
+
+
+def _plain_copies(head: Head, section: Section, kinds: Sequence[TensorType]) -> bytearray:
+    """Per copy, 1 if it moves a whole buffer out of a file as it is, and is right; 0 if the general rules must tell."""
+    copies = section.copies
+    sizes: dict[int, tuple[int, int, object]] = {}  # id of a type -> numel, bits and dtype, computed once
+    for kind in kinds:
+        if id(kind) not in sizes:
+            sizes[id(kind)] = kind.numel, kind.dtype.bits, kind.dtype
+    buffers = [sizes[id(kind)] for kind in kinds]
+    chains = [chain[0] if len(chain) == 1 else None for chain in head.chains]
+    files = [file.size for file in head.files]
+    firsts = copies.first_loop
+    plain = bytearray(len(copies))
+    for row, (source, buffer, src, dst, run, chain) in enumerate(
+        zip(copies.source, copies.buffer, copies.src, copies.dst, copies.run, copies.chain, strict=True)
+    ):
+        if (
+            dst
+            or firsts[row] != firsts[row + 1]
+            or not (0 <= source < len(files) and 0 <= buffer < len(buffers) and 0 <= chain < len(chains))
+        ):
+            continue
+        numel, bits, dtype = buffers[buffer]
+        plain[row] = run == numel > 0 and chains[chain] is dtype and 0 <= src <= files[source] - (run * bits >> 3)
+    return plain
 
 
 def _copy_fault(copy: Copy, head: Head, kinds: Sequence[TensorType], first_temporary: int) -> str | None:

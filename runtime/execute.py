@@ -32,7 +32,7 @@ from loadplan.cache.error import LoadplanError
 from loadplan.runtime.compose import MAX_MAPPINGS, compose, joined, shift_of
 from loadplan.runtime.copy_strided import addressable, copy_from_map, copy_staged, copy_strided
 from loadplan.runtime.loading import Loading, Progress, Task
-from loadplan.runtime.memory import STAGING_NBYTES, allocate_all, lock, populate, view
+from loadplan.runtime.memory import STAGING_NBYTES, allocate_all, lock, populate, views
 from loadplan.runtime.plan import Copy, Head, Section
 from loadplan.runtime.schedule import Schedule, Stretch, schedule, tiles
 from loadplan.runtime.source_files import SourceFile
@@ -126,15 +126,20 @@ class Execution:
         self, found: Schedule, kinds: Sequence[TensorType], buffers: dict[int, torch.Tensor]
     ) -> dict[int, tuple[int, ...]]:
         """Add views for the buffers that are one stretch of a file; returns the file of each."""
+        places: list[list[tuple[int, TensorType, int]]] = [[] for _ in self.files]
         maps = [self._may_map(file) for file in self.files]
         first_temporary = len(self.head.tensors)
         mapped: dict[int, tuple[int, ...]] = {}
+        bits = {id(kind): kind.dtype.bits for kind in kinds}
         for number, (file, src, _, _, _) in found.whole.items():
             kind = kinds[number]
-            bits = kind.dtype.bits
-            if number < first_temporary and maps[file] and not bits % 8 and not src * 8 % bits:
-                buffers[number] = view(self.files[file].map(), kind, src)
+            step = bits[id(kind)]
+            if number < first_temporary and maps[file] and not step % 8 and not src * 8 % step:
+                places[file].append((number, kind, src))
                 mapped[number] = (file,)
+        for source, wanted in zip(self.files, places, strict=True):
+            if wanted:
+                buffers.update(views(source.map(), wanted))
         return mapped
 
     def _compose(
@@ -157,7 +162,7 @@ class Execution:
                 continue
             mappings += 2 * len(stretches)
             memory, left = compose(stretches, shift, lambda file: self.files[file].open())
-            buffers[number] = view(memory, kind, 0)
+            buffers.update(views(memory, [(number, kind, 0)]))
             composed[number] = files
             seams += left
         return composed, seams

@@ -82,9 +82,8 @@ def load_state_dict(
         tensors = {name: moved[id(tensor)] for name, tensor in tensors.items()}
     for other, name in opened.head.aliases:
         tensors[other] = tensors[name]
-    nbytes = sum(tensor.local_type(rank).nbytes for tensor in opened.head.tensors)
-    logger.info("loaded %d tensors, %d bytes, in %.3f s", len(tensors), nbytes, time.perf_counter() - began)
-    return dict(sorted(tensors.items()))
+    logger.info("loaded %d tensors in %.3f s", len(tensors), time.perf_counter() - began)
+    return dict(sorted(tensors.items())) if opened.head.aliases else tensors
 
 
 class TieConflict(LoadplanError, ValueError):

@@ -11,7 +11,8 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 
 import torch
 
@@ -57,33 +58,37 @@ def allocate_all(kinds: Mapping[int, TensorType]) -> dict[int, torch.Tensor]:
     of its tensors is gone, at most 32 MiB later than that of the others.
     """
     tensors: dict[int, torch.Tensor] = {}
-    pool: dict[int, tuple[TensorType, int]] = {}  # number -> type, offset
+    pool: list[tuple[int, TensorType, int]] = []
+    sizes: dict[int, int] = {}  # id of a type -> bytes, computed once: tensors of a plan share their types
     end = 0
     for number, kind in kinds.items():
-        nbytes = kind.nbytes
+        nbytes = sizes.get(id(kind))
+        if nbytes is None:
+            nbytes = sizes[id(kind)] = kind.nbytes
         if pool and end + nbytes > _POOL_NBYTES:
-            _fill_pool(pool, end, tensors)
-            pool, end = {}, 0
-        pool[number] = kind, end
+            tensors.update(views(anonymous(end), pool))
+            pool, end = [], 0
+        pool.append((number, kind, end))
         end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    _fill_pool(pool, end, tensors)
+    if pool:
+        tensors.update(views(anonymous(max(end, 1)), pool))
     return tensors
 
 
-def _fill_pool(pool: Mapping[int, tuple[TensorType, int]], nbytes: int, tensors: dict[int, torch.Tensor]) -> None:
-    memory = anonymous(nbytes) if nbytes else None
-    for number, (kind, offset) in pool.items():
-        tensors[number] = view(memory, kind, offset)
-
-
-def view(memory: Memory | None, kind: TensorType, offset: int) -> torch.Tensor:
-    """The tensor of type `kind` that lies `offset` bytes into `memory`, and keeps it alive."""
-    shape, dtype = torch_layout(kind)
-    numel = kind.nbytes // dtype.itemsize
-    if memory is None or numel == 0:
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
-    return flat if shape == (numel,) else flat.view(shape)
+def views(memory: Memory, places: Iterable[tuple[int, TensorType, int]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """For each (number, type, offset in bytes) the tensor that lies there in `memory`, and keeps it alive."""
+    layouts: dict[int, tuple[tuple[int, ...], torch.dtype, int]] = {}  # by id of the type, as above
+    for number, kind, offset in places:
+        layout = layouts.get(id(kind))
+        if layout is None:
+            shape, dtype = torch_layout(kind)
+            layout = layouts[id(kind)] = shape, dtype, prod(shape)
+        shape, dtype, numel = layout
+        if numel:
+            flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+            yield number, flat if len(shape) == 1 else flat.view(shape)
+        else:
+            yield number, torch.empty(shape, dtype=dtype)
 
 
 def anonymous(nbytes: int) -> Memory:

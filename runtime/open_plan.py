@@ -7,6 +7,7 @@ from pathlib import Path
 
 from loadplan.cache.write_file import make_folder, write_atomically
 from loadplan.runtime.check_plan import check_head, check_origin, check_section
+from loadplan.runtime.collector import paused_collector
 from loadplan.runtime.plan import Cost, Head, Origin, Report, Section
 from loadplan.runtime.plan_format import Frames, PlanError, encode
 
@@ -22,8 +23,9 @@ class Plan:
         """
         self._data, self._name = data, name
         self._frames = Frames(data, name)
-        self.head: Head = self._frames.head()
-        self._refuse_if(list(check_head(self.head)))
+        with paused_collector():
+            self.head: Head = self._frames.head()
+            self._refuse_if(list(check_head(self.head)))
         self.section = lru_cache(maxsize=None)(self._section)
 
     @classmethod
@@ -73,8 +75,9 @@ class Plan:
         """The proved section of `rank`, decoded once. Raises `PlanError`."""
         if not 0 <= rank < self.world_size:
             raise PlanError(f"{self._name}: has ranks 0 to {self.world_size - 1}, not {rank}")
-        section = self._frames.section(rank)
-        self._refuse_if([f"rank {rank}: {fault}" for fault in check_section(self.head, section, rank)])
+        with paused_collector():
+            section = self._frames.section(rank)
+            self._refuse_if([f"rank {rank}: {fault}" for fault in check_section(self.head, section, rank)])
         return section
 
     def _refuse_if(self, faults: list[str]) -> None:

@@ -36,8 +36,7 @@ class PlanFile:
     content_digest: str = ""  # SHA-256 (hex) of the whole file; empty when it was not known
 
 
-@dataclass(frozen=True, slots=True)
-class PlanTensor:
+class PlanTensor(NamedTuple):
     """One target: its whole type, and what each rank holds of it."""
 
     name: str

@@ -32,6 +32,7 @@ from loadplan.runtime.plan import (
     CopyColumns,
     FusedModule,
     Head,
+    Intervals,
     ModelRecord,
     Origin,
     PlanFile,
@@ -149,14 +150,20 @@ def _type_fields(kind: TensorType) -> list[object]:
 
 
 def _head_fields(head: Head) -> dict[str, object]:
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(tensor.type for tensor in head.tensors))}
     return {
         "files": [
             [f.name, f.size, f.format, [list(guard) for guard in f.guards], f.header_digest, f.content_digest]
             for f in head.files
         ],
-        "tensors": [
-            [t.name, *_type_fields(t.type), t.shard_dim, [[list(span) for span in spans] for spans in t.intervals]]
-            for t in head.tensors
+        "types": [_type_fields(kind) for kind in kinds],
+        "names": [t.name for t in head.tensors],
+        "type": _column_bytes(array("q", (kinds[t.type] for t in head.tensors))),
+        "shard_dim": _column_bytes(array("q", (t.shard_dim for t in head.tensors))),
+        "intervals": [
+            [number, [[list(span) for span in spans] for spans in t.intervals]]
+            for number, t in enumerate(head.tensors)
+            if t.intervals
         ],
         "aliases": [list(pair) for pair in head.aliases],
         "equal_ties": [list(names) for names in head.equal_ties],
@@ -226,7 +233,7 @@ class _Fields:
 
 def _read_head(data: _Fields) -> Head:
     files = tuple(_read_file(row) for row in data.rows("files"))
-    tensors = tuple(_read_tensor(row) for row in data.rows("tensors"))
+    tensors = _read_tensors(data)
     report = _Fields(data.get("report"), "report")
     return Head(
         files=files,
@@ -284,21 +291,34 @@ def _file_name(value: object) -> str:
     return name
 
 
-def _read_tensor(row: list[object]) -> PlanTensor:
-    _length(row, 5)
-    kind = _read_type(row[1:3])
-    dim = row[3]
-    if not isinstance(dim, int) or isinstance(dim, bool) or not -1 <= dim < len(kind.shape):
-        raise ValueError(f"tensor {_SHOW.repr(row[0])} has no dim {_SHOW.repr(dim)}")
-    intervals = tuple(
-        tuple(
-            (_count(span[0]), _count(span[1]))
-            for span in (_list(s, "interval") for s in _list(spans, "intervals"))
-            if _length(span, 2)
+def _read_tensors(data: _Fields) -> tuple[PlanTensor, ...]:
+    """Names and columns; equal types are one object, which is proved once."""
+    types = [_read_type(row) for row in data.rows("types")]
+    names = _texts(data.get("names"))
+    numbers, dims = data.column("type"), data.column("shard_dim")
+    if not len(names) == len(numbers) == len(dims):
+        raise ValueError("the columns of tensors have different lengths")
+    if numbers and not 0 <= min(numbers) <= max(numbers) < len(types):
+        raise ValueError(f"there are {len(types)} types, a tensor has another")
+    kinds = [types[number] for number in numbers]
+    for name, kind, dim in zip(names, kinds, dims, strict=True):
+        if dim != -1 and not 0 <= dim < len(kind.shape):
+            raise ValueError(f"tensor {_SHOW.repr(name)} has no dim {dim}")
+    intervals: list[tuple[Intervals, ...]] = [()] * len(names)
+    for row in data.rows("intervals"):
+        _length(row, 2)
+        number = _count(row[0])
+        if number >= len(names) or intervals[number]:
+            raise ValueError(f"intervals for tensor {number}, which is not there or has some")
+        intervals[number] = tuple(
+            tuple(
+                (_count(span[0]), _count(span[1]))
+                for span in (_list(s, "interval") for s in _list(spans, "intervals"))
+                if _length(span, 2)
+            )
+            for spans in _list(row[1], "intervals")
         )
-        for spans in _list(row[4], "intervals")
-    )
-    return PlanTensor(_text(row[0]), kind, dim, intervals)
+    return tuple(map(PlanTensor, names, kinds, dims, intervals))
 
 
 def _read_type(row: list[object]) -> TensorType:

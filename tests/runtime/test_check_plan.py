@@ -331,13 +331,13 @@ def test_packed_elements_move_as_bytes() -> None:
         ({"equal_ties": (("w",),)}, "does not name tensors"),
         ({"equal_ties": (("w", "x"),)}, "does not name tensors"),
         ({"tensors": (F32_4, F32_4)}, "not unique"),
-        ({"tensors": (F32_4, replace(F32_4, name="a"))}, "not in order"),
+        ({"tensors": (F32_4, F32_4._replace(name="a"))}, "not in order"),
         ({"chains": ((),)}, "casts what cannot be cast"),
         ({"chains": ((DType.I8, DType.F32),)}, "casts what cannot be cast"),
         ({"chains": ((DType.F32, DType.F8_E4M3),)}, "casts what cannot be cast"),
         ({"chains": ((DType.F32, DType.F16, DType.BF16),)}, None),
-        ({"tensors": (replace(F32_4, intervals=(((0, 4),),)),)}, "intervals without a dim"),
-        ({"tensors": (replace(F32_4, shard_dim=0),)}, "intervals for 0 of 1 ranks"),
+        ({"tensors": (F32_4._replace(intervals=(((0, 4),),)),)}, "intervals without a dim"),
+        ({"tensors": (F32_4._replace(shard_dim=0),)}, "intervals for 0 of 1 ranks"),
     ],
 )
 def test_head(change: Mapping[str, object], says: str | None) -> None:

@@ -321,7 +321,9 @@ class TestMap:
     )
     def test_what_cannot_be_mapped(self, tmp_path: Path, tensors: dict[str, Raw], target: Target) -> None:
         write_file(tmp_path / "m.safetensors", tensors)
-        with pytest.raises(ModeError, match=r"mode='map': 1 tensors are not made of aligned stretches .* the first is b;"):
+        with pytest.raises(
+            ModeError, match=r"mode='map': 1 tensors are not made of aligned stretches .* the first is b;"
+        ):
             load_state_dict(compile_plan(tmp_path, target=target), tmp_path, mode="map")
 
 

@@ -54,7 +54,7 @@ HEAD = Head(
 SECTIONS = tuple(
     Section((), CopyColumns.of([Copy(0, 0, 100 + 8 * rank, 0, 2, 0, (Loop(2, 16, 4),))])) for rank in range(2)
 )
-DIGEST = "da28630ad9fcf2a7ec6b0faeadad612c151a36504a6ac33b496231f6eafaed96"
+DIGEST = "0d424937030834915b93c09f4f03c48831cb785e169bf495103837deb4cf2999"
 
 
 def frames_of(data: bytes) -> list[bytes]:
@@ -92,7 +92,11 @@ def test_literal_bytes() -> None:
     head, first, second = frames_of(data)
     assert msgpack.unpackb(head) == {
         "files": [["m.safetensors", 200, "safetensors", [[0, 100]], "ab" * 32, ""]],
-        "tensors": [["w", "BF16", [2, 4], 1, [[[0, 2]], [[2, 4]]]]],
+        "types": [["BF16", [2, 4]]],
+        "names": ["w"],
+        "type": int64s(0),
+        "shard_dim": int64s(1),
+        "intervals": [[0, [[[0, 2]], [[2, 4]]]]],
         "aliases": [["v", "w"]],
         "equal_ties": [],
         "chains": [["F32", "BF16"]],
@@ -353,13 +357,21 @@ def test_file_names_stay_inside(name: str) -> None:
         ({"aliases": [["v", "x"]]}, "not a proved plan: alias"),
         ({"chains": [["F128"]]}, "'F128' is not a valid DType"),
         ({"chains": [[]]}, "not a proved plan: dtype chain"),
-        ({"tensors": [["w", "BF16", [2, 2**63], -1, []]]}, "stands where a size belongs"),
-        ({"tensors": [["w", "BF16", [2**62, 2**62], -1, []]]}, "more than a file can hold"),
-        ({"tensors": [["w", "F4", [3], -1, []]]}, "not a whole number of bytes"),
-        ({"tensors": [["w", "BF16", [2], 1, [[], []]]]}, "has no dim 1"),
-        ({"tensors": [["w", "BF16", [2], -2, []]]}, "has no dim -2"),
-        ({"tensors": [["w", "BF16", [2], True, []]]}, "has no dim True"),
-        ({"tensors": [["w", "BF16", [2, 4], 1, [[[0, 4]], [[0, 4]]]]]}, "ranks leave a gap or overlap at 0"),
+        ({"types": [["BF16", [2, 2**63]]]}, "stands where a size belongs"),
+        ({"types": [["BF16", [2**62, 2**62]]]}, "more than a file can hold"),
+        ({"types": [["F4", [3]]]}, "not a whole number of bytes"),
+        ({"types": [["BF16", [2]]]}, "has no dim 1"),
+        ({"types": []}, "there are 0 types"),
+        ({"type": int64s(-1)}, "there are 1 types"),
+        ({"type": int64s(0, 0)}, "different lengths"),
+        ({"type": "w"}, "is not made of 64-bit integers"),
+        ({"names": []}, "different lengths"),
+        ({"names": [b"w"]}, "stands where a text belongs"),
+        ({"shard_dim": int64s(-2)}, "has no dim -2"),
+        ({"shard_dim": int64s(2)}, "has no dim 2"),
+        ({"intervals": [[1, []]]}, "intervals for tensor 1"),
+        ({"intervals": [[0, [[[0, 2]]]], [0, [[[0, 2]]]]]}, "intervals for tensor 0"),
+        ({"intervals": [[0, [[[0, 4]], [[0, 4]]]]]}, "ranks leave a gap or overlap at 0"),
         ({"files": [["m", 200, "safetensors", [[150, 100]], "", ""]]}, "a guard reaches past them"),
         ({"files": [["m", 200, "safetensors", [[0]], "", ""]]}, "a row has 1 values, 2 belong there"),
         ({"files": 3}, "files holds 3 where a list belongs"),
