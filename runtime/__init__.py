@@ -3,7 +3,9 @@
     plan, plan_format, check_plan    the values, their bytes, their proof
     open_plan                        `Plan`: opened, proved, saved
     location, source_files           where a checkpoint lies; its files, compared with the plan
-    execute                          copies of one rank, run
+    schedule                         the copies of one rank, sorted by the way they can go
+    compose, copy_strided, to_device the ways: pages mapped side by side, elements, an accelerator
+    execute, loading                 the ways taken, on threads, in order
     load                             `load_state_dict`, `load_into`
     save                             `save_checkpoint`: the same copies, backwards
     artifact, write_safetensors      converted checkpoints
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from loadplan.runtime.open_plan import Plan
     from loadplan.runtime.plan_format import PlanError
     from loadplan.runtime.save import SaveError, save_checkpoint
-    from loadplan.runtime.source_files import FileMismatch
+    from loadplan.runtime.source_files import FileMismatch, ReadError
 
 __all__ = [
     "ArgumentError",
@@ -38,6 +40,7 @@ __all__ = [
     "ModuleMismatch",
     "Plan",
     "PlanError",
+    "ReadError",
     "SaveError",
     "TieConflict",
     "load_into",
@@ -56,6 +59,7 @@ _HOMES = {
     "ModuleMismatch": "load",
     "Plan": "open_plan",
     "PlanError": "plan_format",
+    "ReadError": "source_files",
     "SaveError": "save",
     "TieConflict": "load",
     "load_into": "load",

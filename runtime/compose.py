@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from loadplan.runtime.memory import PAGE_NBYTES, Memory, map_anonymous, map_file, own
+from loadplan.runtime.pages import PAGE_NBYTES, Memory, map_anonymous, map_file, own
 from loadplan.runtime.schedule import Stretch
 
 MAX_MAPPINGS = 16_384  # of one load; Linux allows a process 65,530 (vm.max_map_count)

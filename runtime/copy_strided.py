@@ -8,7 +8,7 @@ import torch
 
 from loadplan.runtime.cast import refuse_overflow
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.memory import bytes_at
+from loadplan.runtime.pages import bytes_at
 from loadplan.runtime.plan import Copy
 from loadplan.runtime.schedule import span
 from loadplan.runtime.source_files import SourceFile

@@ -22,6 +22,7 @@ import logging
 import os
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -31,12 +32,15 @@ import torch
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.compose import MAX_MAPPINGS, compose, joined, shift_of
 from loadplan.runtime.copy_strided import addressable, copy_from_map, copy_staged, copy_strided
+from loadplan.runtime.dtype import DType
 from loadplan.runtime.loading import Loading, Progress, Task
-from loadplan.runtime.memory import STAGING_NBYTES, allocate_all, lock, populate, views
+from loadplan.runtime.memory import STAGING_NBYTES, allocate_all, views
+from loadplan.runtime.pages import lock, populate
 from loadplan.runtime.plan import Copy, Head, Section
 from loadplan.runtime.schedule import Schedule, Stretch, schedule, tiles
 from loadplan.runtime.source_files import SourceFile
 from loadplan.runtime.tensor_type import TensorType
+from loadplan.runtime.to_device import Stager
 from loadplan.runtime.torch_types import torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -66,6 +70,7 @@ class Execution:
     mode: Mode = "auto"
     threads: int | None = None
     residency: Residency = "lazy"
+    device: torch.device | None = None  # None: memory of this host, without a detour; else through pinned staging
 
     def run(self, wanted: Collection[int] | None = None, progress: Progress | None = None) -> dict[int, torch.Tensor]:
         """The wanted tensors by number, all of the section's if None.
@@ -76,10 +81,10 @@ class Execution:
             ModeError: the mode cannot load all of them.
             MemoryError: they do not fit, or may not be locked.
         """
-        loading = self._start(wanted, None, in_background=False)
-        tensors = loading.result(progress)
+        tensors = self._start(wanted, None, in_background=False).result(progress)
         if self.residency == "lock":
-            lock(tensors.values())
+            for tensor in tensors.values():
+                lock(tensor.data_ptr(), tensor.numel() * tensor.element_size())
         return tensors
 
     def start(self, order: Sequence[int] | None = None) -> Loading:
@@ -88,37 +93,70 @@ class Execution:
 
     def _start(self, wanted: Collection[int] | None, order: Sequence[int] | None, *, in_background: bool) -> Loading:
         self._check_mode()
-        count = len(self.head.tensors)
-        chosen = range(count) if wanted is None else sorted(set(wanted))
-        kinds = [*(tensor.local_type(self.rank) for tensor in self.head.tensors), *self.section.temporaries]
         found = schedule(self.section.copies, self.head.chains, wanted, expand=self.mode != "copy")
+        kinds = [*(tensor.local_type(self.rank) for tensor in self.head.tensors), *self.section.temporaries]
+        chosen = range(len(self.head.tensors)) if wanted is None else sorted(set(wanted))
+        ranks = {number: at for at, number in enumerate(order or ())}
+        threads = self.threads or min(os.cpu_count() or 1, _MAX_THREADS)
+        stager = None if self.device is None else Stager(self.device, threads)
+        if stager is None:
+            buffers, tasks = self._host_tasks(found, kinds, chosen, ranks)
+        else:
+            buffers, tasks = self._device_tasks(found, kinds, chosen, stager)
+        if ranks:
+            tasks.sort(key=lambda task: min(ranks.get(number, len(ranks)) for number in task.buffers))
+        last = partial(self._copy_later, found.later, buffers, stager) if found.later else None
+        late = {copy.buffer for copy in found.later}
+        if not in_background and (threads == 1 or len(tasks) <= 1):
+            threads = 0
+        tensors = {number: buffers[number] for number in chosen}
+        return Loading(tensors, tasks, threads, last, late, None if stager is None else stager.join)
+
+    def _host_tasks(
+        self, found: Schedule, kinds: Sequence[TensorType], chosen: Sequence[int], ranks: Mapping[int, int]
+    ) -> tuple[dict[int, torch.Tensor], list[Task]]:
+        """Buffers in this host's memory, and what fills them."""
         buffers: dict[int, torch.Tensor] = {}
         mapped = self._map(found, kinds, buffers)
         composed, seams = self._compose(found, kinds, buffers)
         self._check_mapped((number for number in chosen if number not in buffers), kinds)
-        fresh = {number: kinds[number] for number in chosen if number not in buffers}
-        fresh |= {n: kinds[n] for n in sorted({*found.whole, *found.parts, *found.mixed}) if n >= count}
+        fresh = {number: kinds[number] for number in self._written(found, chosen) if number not in buffers}
         buffers |= allocate_all(fresh)
-
         apart = [s for number, s in found.whole.items() if number not in mapped]
         apart += [s for number, parts in found.parts.items() if number not in composed for s in parts]
-        places = [*((s, buffers[s.buffer].data_ptr() + s.dst) for s in apart), *seams]
-        ranks = {number: at for at, number in enumerate(order or ())}
-        tasks = [*self._read_tasks(places, kinds, ranks), *self._copy_tasks(found, buffers)]
-        tasks += self._page_tasks(mapped | composed, buffers)
-        if ranks:
-            tasks.sort(key=lambda task: min(ranks.get(number, len(ranks)) for number in task.buffers))
-        last = partial(self._copy_later, found.later, buffers) if found.later else None
-        threads = self.threads or min(os.cpu_count() or 1, _MAX_THREADS)
         logger.info(
-            "rank %d: %d tensors mapped, %d composed of mapped pages, %d read (%d bytes), %d strided copies, on %d threads",
+            "rank %d: %d tensors mapped, %d composed of mapped pages, %d read (%d bytes), %d strided copies",
             *(self.rank, len(mapped), len(composed), len(fresh), sum(s.nbytes for s in apart)),
-            *(len(found.strided) + len(found.later), threads),
+            len(found.strided) + len(found.later),
         )
-        if not in_background and (threads == 1 or len(tasks) <= 1):
-            threads = 0
-        late = {copy.buffer for copy in found.later}
-        return Loading({number: buffers[number] for number in chosen}, tasks, threads, last, late)
+        places = [*((s, buffers[s.buffer].data_ptr() + s.dst) for s in apart), *seams]
+        tasks = [*self._read_tasks(places, kinds, ranks), *self._copy_tasks(found, buffers)]
+        return buffers, [*tasks, *self._page_tasks(mapped | composed, buffers)]
+
+    def _device_tasks(
+        self, found: Schedule, kinds: Sequence[TensorType], chosen: Sequence[int], stager: Stager
+    ) -> tuple[dict[int, torch.Tensor], list[Task]]:
+        """Buffers on a device, and what fills them."""
+        self._check_mapped(iter(chosen), kinds)
+        buffers = {number: stager.allocate(kinds[number]) for number in self._written(found, chosen)}
+        tasks: list[Task] = []
+        stretches = [*found.whole.values(), *(s for parts in found.parts.values() for s in parts)]
+        moved = [(Copy(s.file, s.buffer, s.src, s.dst, s.nbytes, -1, ()), (DType.U8,)) for s in sorted(stretches)]
+        for copy, chain in [*moved, *(addressable(copy, self.head.chains) for copy in found.strided)]:
+            file, buffer, name = self.files[copy.source], buffers[copy.buffer], self._name(copy.buffer)
+            for tile in tiles(copy, chain, stager.stage_nbytes):
+                nbytes = tile.numel * chain[0].itemsize
+                tasks.append(Task(nbytes, (copy.buffer,), partial(stager.copy, file, tile, chain, buffer, name)))
+        logger.info(
+            "rank %d: %d tensors (%d bytes) read and sent to %s in %d copies",
+            *(self.rank, len(chosen), sum(task.nbytes for task in tasks), stager.device, len(tasks)),
+        )
+        return buffers, tasks
+
+    def _written(self, found: Schedule, chosen: Sequence[int]) -> list[int]:
+        """The numbers of the wanted tensors, and of the temporaries that they are made of."""
+        written = sorted({*found.whole, *found.parts, *found.mixed})
+        return [*chosen, *(number for number in written if number >= len(self.head.tensors))]
 
     # -- buffers without a copy ------------------------------------------------------------------------------------
 
@@ -175,6 +213,11 @@ class Execution:
             raise ModeError(f"mode={self.mode!r}: one of auto, map, read, copy")
         if self.residency not in ("lazy", "read", "lock"):
             raise ModeError(f"residency={self.residency!r}: one of lazy, read, lock")
+        if self.device is not None and (self.mode == "map" or self.residency != "lazy"):
+            raise ModeError(
+                f"mode={self.mode!r}, residency={self.residency!r}: files are mapped in the memory of this host, not on "
+                f"{self.device}; leave them as they are by default, or load to the CPU"
+            )
 
     def _check_mapped(self, unmapped: Iterator[int], kinds: Sequence[TensorType]) -> None:
         left = sorted(number for number in unmapped if kinds[number].numel) if self.mode == "map" else []
@@ -188,7 +231,7 @@ class Execution:
     # -- tasks -----------------------------------------------------------------------------------------------------
 
     def _read_tasks(
-        self, places: list[tuple[Stretch, int]], kinds: Sequence[TensorType], ranks: dict[int, int]
+        self, places: list[tuple[Stretch, int]], kinds: Sequence[TensorType], ranks: Mapping[int, int]
     ) -> Iterator[Task]:
         """Reads in file order; with `ranks`, in file order among tensors that are needed together."""
         bucket: dict[int, int] = {}
@@ -230,17 +273,18 @@ class Execution:
         for number, files in sorted(mapped.items()):
             if self.residency == "lazy" and all(self.files[file].is_resident for file in files):
                 continue
-            nbytes = buffers[number].numel() * buffers[number].element_size()
+            address, nbytes = buffers[number].data_ptr(), buffers[number].numel() * buffers[number].element_size()
             for low in range(0, nbytes, _READ_NBYTES):
-                high = min(low + _READ_NBYTES, nbytes)
-                yield Task(high - low, (number,), partial(populate, buffers[number], low, high))
+                part = min(_READ_NBYTES, nbytes - low)
+                yield Task(part, (number,), partial(populate, address + low, part))
 
-    def _copy_later(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor]) -> None:
-        for copy in copies:
-            addressed, chain = addressable(copy, self.head.chains)
-            source = buffers[-1 - copy.source].reshape(-1).view(torch_dtype(chain[0]))
-            for tile in tiles(addressed, chain, STAGING_NBYTES // 2):
-                copy_strided(source, tile.src, tile, chain, buffers[copy.buffer], self._name(copy.buffer))
+    def _copy_later(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor], stager: Stager | None) -> None:
+        with nullcontext() if stager is None else stager.queued():
+            for copy in copies:
+                addressed, chain = addressable(copy, self.head.chains)
+                source = buffers[-1 - copy.source].reshape(-1).view(torch_dtype(chain[0]))
+                for tile in tiles(addressed, chain, STAGING_NBYTES // 2):
+                    copy_strided(source, tile.src, tile, chain, buffers[copy.buffer], self._name(copy.buffer))
 
     def _name(self, buffer: int) -> str:
         count = len(self.head.tensors)

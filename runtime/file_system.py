@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from loadplan.runtime.memory import PAGE_NBYTES
+from loadplan.runtime.pages import PAGE_NBYTES
 
 # A fault on a mapped page of these waits for a server, page by page, and a server that goes away kills the process.
 _NETWORK = frozenset(

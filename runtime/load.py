@@ -13,7 +13,7 @@ from torch import nn
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.artifact import Artifact, open_any
 from loadplan.runtime.collector import paused_collector
-from loadplan.runtime.execute import Execution, Mode
+from loadplan.runtime.execute import Execution, Mode, Residency
 from loadplan.runtime.loading import Progress
 from loadplan.runtime.memory import allocate, memory_of, same_bytes
 from loadplan.runtime.open_plan import Plan
@@ -41,6 +41,7 @@ def load_state_dict(
     mode: Mode = "auto",
     threads: int | None = None,
     progress: Progress | None = None,
+    residency: Residency = "lazy",
 ) -> dict[str, torch.Tensor]:
     """The tensors of `rank`, by target name, in name order; tied names hold one tensor.
 
@@ -48,17 +49,21 @@ def load_state_dict(
         plan: a plan or an artifact, or the path of one.
         checkpoint: where the files that the plan was compiled for lie; none for an artifact, which has its own.
         rank: whose tensors.
-        device: where they go.
-        mode: `map` uses the mapped file as memory, and refuses what is not laid out for it; `read` reads into memory;
-            `copy` copies element by element from the mapped file; `auto` takes the cheapest for each tensor. Mapped
-            tensors are private copies on write, but show changes that others make to the file: do not rewrite files in
-            place under a running model.
+        device: where they go; to an accelerator through pinned memory, on a stream of its own.
+        mode: `map` uses mapped files as memory, and refuses what is not laid out for it; `read` reads into memory of
+            its own, in large pages; `copy` copies element by element from mapped files; `auto` takes the cheapest for
+            each tensor and file system. Mapped tensors are private copies on write, but show changes that others make
+            to the file: do not rewrite files in place under a running model, or use `read`.
         threads: at most so many read at once; None takes the cores, at most 8.
         progress: called with (bytes done, bytes in all), from the calling thread. Mapped bytes are not counted.
+        residency: when mapped pages are read: `lazy` when first used (files that are not in the page cache: now),
+            `read` now, `lock` now and kept in memory, together with all others.
 
     Raises:
         FileMismatch: a file is missing, or not the one that the plan was compiled for.
         ModeError: `mode` cannot load every tensor.
+        ReadError: the system cannot read a part of a file.
+        MemoryError: the tensors do not fit, or may not be locked.
         CastOverflow: a value is too large for the dtype that it is cast to.
         TieConflict: tied names hold different tensors, and others of the tie none.
         PlanError: the plan is damaged, or has no such rank.
@@ -69,16 +74,19 @@ def load_state_dict(
         raise ArgumentError(f"threads={threads}: at least 1")
     section = opened.section(rank)
     files = find_files(location, opened.head.files)
+    wanted = torch.device(device)
+    staged = wanted if wanted.type == "cuda" else None
     with paused_collector():
-        loaded = Execution(opened.head, section, rank, files, mode, threads).run(progress=progress)
+        execution = Execution(opened.head, section, rank, files, mode, threads, residency, staged)
+        loaded = execution.run(progress=progress)
     tensors = {tensor.name: loaded[number] for number, tensor in enumerate(opened.head.tensors)}
     for group in opened.head.equal_ties:
         for count, name in enumerate(group):
             equal = (tensors[other] for other in group[:count] if same_bytes(tensors[other], tensors[name]))
             tensors[name] = next(equal, tensors[name])
     _refuse_open_ties(opened, tensors)
-    if torch.device(device).type != "cpu":
-        moved = {id(tensor): tensor.to(device) for tensor in tensors.values()}
+    if wanted.type not in ("cpu", "cuda"):
+        moved = {id(tensor): tensor.to(wanted) for tensor in tensors.values()}
         tensors = {name: moved[id(tensor)] for name, tensor in tensors.items()}
     for other, name in opened.head.aliases:
         tensors[other] = tensors[name]

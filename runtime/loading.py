@@ -115,12 +115,15 @@ class Loading:
         threads: int,
         last: Callable[[], None] | None = None,
         late: Collection[int] = (),
+        join: Callable[[], None] | None = None,
     ) -> None:
         """Start `tasks` on at most `threads` threads; then `last` on one, which completes the buffers `late`.
 
+        `join` is called by whoever was given complete buffers, in its own thread, before it uses them.
+
         With 0 threads nothing happens before `result`, which does the work itself.
         """
-        self._tensors = dict(tensors)
+        self._tensors, self._join = dict(tensors), join
         self._state = _State(tasks, last, late)
         self.nbytes = sum(task.nbytes for task in tasks)
         self._threads: list[threading.Thread] = []
@@ -156,6 +159,8 @@ class Loading:
                 while not state.is_ready(number):
                     self._raise_end()
                     state.changed.wait()
+        if self._join is not None:
+            self._join()
         return {number: self._tensors[number] for number in wanted}
 
     def result(self, progress: Progress | None = None) -> dict[int, torch.Tensor]:
@@ -191,6 +196,8 @@ class Loading:
         with state.changed:
             if not state.complete:
                 self._raise_end()
+        if self._join is not None:
+            self._join()
         return dict(self._tensors)
 
     def cancel(self) -> None:

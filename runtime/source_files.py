@@ -17,7 +17,7 @@ from threading import Lock
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.file_system import is_network, is_resident
 from loadplan.runtime.location import locate
-from loadplan.runtime.memory import Memory, map_file, own
+from loadplan.runtime.pages import Memory, map_file, own
 from loadplan.runtime.plan import PlanFile
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

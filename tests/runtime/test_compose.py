@@ -18,7 +18,7 @@ from loadplan.compiler.ops import Concatenate, MergeModulelist, Transpose
 from loadplan.recipes import Recipe, WeightConverter
 from loadplan.runtime import load_state_dict
 from loadplan.runtime.compose import compose, joined, shift_of
-from loadplan.runtime.memory import PAGE_NBYTES, bytes_at
+from loadplan.runtime.pages import PAGE_NBYTES, bytes_at
 from loadplan.runtime.schedule import Stretch
 
 EXPERTS, ROWS, COLUMNS = 4, 256, 512  # an expert's matrix in float16 has 64 pages

@@ -24,7 +24,7 @@ from loadplan.compiler.target import Target
 from loadplan.runtime import execute
 from loadplan.runtime.check_plan import check_section
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.execute import Execution, Mode, ModeError
+from loadplan.runtime.execute import Execution, Mode, ModeError, Residency
 from loadplan.runtime.load import ArgumentError, load_state_dict
 from loadplan.runtime.location import LocationError
 from loadplan.runtime.open_plan import Plan
@@ -421,3 +421,35 @@ class TestBytesAreKept:
             assert {name: bytes_of(tensor) for name, tensor in loaded.items()} == {
                 name: tensor.data for name, tensor in (ALL_DTYPES | SHAPES).items()
             }
+
+
+class TestResidency:
+    """When mapped pages are read changes no value."""
+
+    @pytest.mark.parametrize("residency", ["lazy", "read", "lock"])
+    @pytest.mark.parametrize("mode", [*MODES, "map"])
+    def test_values(self, tmp_path: Path, mode: Mode, residency: Residency) -> None:
+        path = write_file(
+            tmp_path / "m.safetensors", {"a": raw("F64", 3000, 3), "b": raw("F64", 0), "c": raw("I32", 5)}
+        )
+        loaded = load_state_dict(compile_plan(tmp_path), tmp_path, mode=mode, residency=residency)
+        reference = safetensors.torch.load_file(path)
+        assert all(same(loaded[name], tensor) for name, tensor in reference.items())
+
+    def test_locked_pages_are_counted(self, tmp_path: Path) -> None:
+        write_file(tmp_path / "m.safetensors", {"a": raw("U8", 1 << 20)})
+
+        def locked() -> int:
+            (line,) = [n for n in Path("/proc/self/status").read_text().splitlines() if n.startswith("VmLck")]
+            return int(line.split()[1]) * 1024
+
+        before = locked()
+        tensors = load_state_dict(compile_plan(tmp_path), tmp_path, residency="lock")
+        assert locked() - before >= 1 << 20
+        del tensors
+        assert locked() == before
+
+    def test_unknown(self, tmp_path: Path) -> None:
+        write_file(tmp_path / "m.safetensors", {"a": raw("U8", 1)})
+        with pytest.raises(ModeError, match="residency='eager': one of lazy, read, lock"):
+            load_state_dict(compile_plan(tmp_path), tmp_path, residency="eager")  # type: ignore[arg-type]

@@ -5,17 +5,21 @@ Thread names, `/proc/self/fd` and `/proc/self/maps` tell what is left.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import shutil
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from builders import bytes_of, filled, raw, write_file, write_shards
+from builders import Raw, bytes_of, filled, raw, write_file, write_shards
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loadplan.compiler.pipeline import compile_plan
 from loadplan.compiler.target import Target
@@ -23,7 +27,7 @@ from loadplan.runtime import execute
 from loadplan.runtime.execute import Execution, Mode
 from loadplan.runtime.load import load_state_dict
 from loadplan.runtime.open_plan import Plan
-from loadplan.runtime.source_files import FileMismatch, SourceFile, find_files
+from loadplan.runtime.source_files import FileMismatch, ReadError, SourceFile, find_files
 
 MODES: tuple[Mode, ...] = ("auto", "read", "copy")
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -258,3 +262,44 @@ class TestNothingIsLeft:
         assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
             f"t{number}": [number] * 4 for number in range(300)
         }
+
+
+@pytest.mark.parametrize("way", ["read_into", "scatter"])
+def test_a_read_that_fails_names_file_and_offset(tmp_path: Path, way: str) -> None:
+    path = write_file(tmp_path / "m.safetensors", {"a": raw("F32", 2)})
+    (file,) = find_files(tmp_path, compile_plan(tmp_path).head.files)
+    memory = bytearray(8)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        with pytest.raises(ReadError) as caught:
+            if way == "scatter":
+                file.scatter(descriptor, array("Q", [address, 8]), 24)
+            else:
+                file.read_into(descriptor, [memoryview(memory)], 24)
+    finally:
+        os.close(descriptor)
+    assert str(caught.value).startswith("m.safetensors: cannot be read at byte 24 (Bad file descriptor)")
+
+
+@given(sizes=st.lists(st.integers(1, 700), min_size=1, max_size=30), limit=st.integers(1, 500))
+def test_scatter(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int) -> None:
+    """Any number of places; a file that ends before they are full is refused, not taken for whole."""
+    folder = tmp_path_factory.mktemp("scatter")
+    data = os.urandom(sum(sizes))
+    write_file(folder / "m.safetensors", {"a": Raw("U8", (len(data),), data)})
+    plan = compile_plan(folder)
+    (file,) = find_files(folder, plan.head.files)
+    start = plan.section(0).copies[0].src
+    memory = bytearray(len(data))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    places = array("Q")
+    at = 0
+    for nbytes in sizes:
+        places.extend((address + at, nbytes))
+        at += nbytes
+    with file.open() as descriptor:
+        file.scatter(descriptor, places, start)
+        assert bytes(memory) == data
+        with pytest.raises(FileMismatch, match="ends at byte"):
+            file.scatter(descriptor, array("Q", [address, len(data)]), start + min(limit, len(data)))
