@@ -97,7 +97,7 @@ class Execution:
         kinds = [*(tensor.local_type(self.rank) for tensor in self.head.tensors), *self.section.temporaries]
         chosen = range(len(self.head.tensors)) if wanted is None else sorted(set(wanted))
         ranks = {number: at for at, number in enumerate(order or ())}
-        threads = self.threads or min(os.cpu_count() or 1, _MAX_THREADS)
+        threads = self.threads or self._choose_threads()
         stager = None if self.device is None else Stager(self.device, threads)
         if stager is None:
             buffers, tasks = self._host_tasks(found, kinds, chosen, ranks)
@@ -105,7 +105,7 @@ class Execution:
             buffers, tasks = self._device_tasks(found, kinds, chosen, stager)
         if ranks:
             tasks.sort(key=lambda task: min(ranks.get(number, len(ranks)) for number in task.buffers))
-        last = partial(self._copy_later, found.later, buffers, stager) if found.later else None
+        last = partial(self._finish, found.later, buffers, stager)
         late = {copy.buffer for copy in found.later}
         if not in_background and (threads == 1 or len(tasks) <= 1):
             threads = 0
@@ -152,6 +152,12 @@ class Execution:
             *(self.rank, len(chosen), sum(task.nbytes for task in tasks), stager.device, len(tasks)),
         )
         return buffers, tasks
+
+    def _choose_threads(self) -> int:
+        """As many as there are cores, for bytes in memory; as many as help a disk or server to answer, for others."""
+        if all(not file.is_remote and file.is_resident for file in self.files):
+            return min(os.cpu_count() or 1, _MAX_THREADS)
+        return _MAX_THREADS
 
     def _written(self, found: Schedule, chosen: Sequence[int]) -> list[int]:
         """The numbers of the wanted tensors, and of the temporaries that they are made of."""
@@ -278,13 +284,16 @@ class Execution:
                 part = min(_READ_NBYTES, nbytes - low)
                 yield Task(part, (number,), partial(populate, address + low, part))
 
-    def _copy_later(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor], stager: Stager | None) -> None:
+    def _finish(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor], stager: Stager | None) -> None:
+        """Copies from temporaries, when all else is done; and a last look at the files: none has changed meanwhile."""
         with nullcontext() if stager is None else stager.queued():
             for copy in copies:
                 addressed, chain = addressable(copy, self.head.chains)
                 source = buffers[-1 - copy.source].reshape(-1).view(torch_dtype(chain[0]))
                 for tile in tiles(addressed, chain, STAGING_NBYTES // 2):
                     copy_strided(source, tile.src, tile, chain, buffers[copy.buffer], self._name(copy.buffer))
+        for file in self.files:
+            file.check()
 
     def _name(self, buffer: int) -> str:
         count = len(self.head.tensors)

@@ -84,6 +84,11 @@ class SourceFile:
         finally:
             os.close(descriptor)
 
+    def check(self) -> None:
+        """Raise `FileMismatch` if the file was replaced or changed since this was made."""
+        with self.open():
+            pass
+
     def map(self) -> Memory:
         """The whole file in memory, private and copy on write; unmapped when the last tensor on it is gone.
 

@@ -303,3 +303,12 @@ def test_scatter(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], lim
         assert bytes(memory) == data
         with pytest.raises(FileMismatch, match="ends at byte"):
             file.scatter(descriptor, array("Q", [address, len(data)]), start + min(limit, len(data)))
+
+
+def test_a_file_that_changed_meanwhile(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "m.safetensors", {"a": raw("F32", 2)})
+    (file,) = find_files(tmp_path, compile_plan(tmp_path).head.files)
+    file.check()
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(FileMismatch, match="was replaced or changed while it was being loaded"):
+        file.check()
