@@ -6,10 +6,9 @@ It looks at nothing but the plan itself, so a fault of the compiler does not hid
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from itertools import compress
 from math import prod
 from typing import NamedTuple
 
@@ -98,13 +97,13 @@ def check_origin(head: Head, origin: Origin) -> Iterator[str]:
 def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
     """What is wrong with the section of `rank`; nothing when it is proved. `check_head` must have passed.
 
-    Most copies move a whole tensor as it is. These are told by a few comparisons of columns, all others go through the
-    general rules; both ways must find the same (tests/runtime/test_check_plan.py).
+    Most copies move one stretch of a file as it is. These are told by a few comparisons of columns, and the
+    rest by the general rules; the tests simulate both.
     """
     kinds = [*(tensor.local_type(rank) for tensor in head.tensors), *section.temporaries]
     first_temporary = len(head.tensors)
     areas: dict[int, list[Area]] = defaultdict(list)
-    plain = _plain_copies(head, section, kinds)
+    plain, spans = _plain_copies(head, section, kinds)
     latest = -1  # the last temporary that was read: it must be complete by then
     for row in range(len(section.copies)):
         if latest < 0 and plain[row]:
@@ -124,42 +123,70 @@ def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
         bits = head.chains[copy.chain][-1].bits
         loops = sorted(((loop.extent, loop.dst * 8 // bits) for loop in copy.loops), key=lambda loop: -loop[1])
         areas[copy.buffer].append(Area(copy.dst * 8 // bits, copy.run, tuple(loops)))
-    written = compress(section.copies.buffer, plain)
-    whole = Counter(written)
     for buffer, kind in enumerate(kinds):
-        count = whole.get(buffer, 0)
-        if count == 1 and buffer not in areas:
+        found = spans.get(buffer, [])
+        if buffer not in areas and _lie_end_to_end(found, kind.nbytes):
             continue
         name = head.tensors[buffer].name if buffer < first_temporary else f"temporary {buffer - first_temporary}"
-        fault = covers(kind.numel, [*areas.get(buffer, []), *[Area(0, kind.numel, ())] * count])
+        bits = kind.dtype.bits
+        plain_areas = [Area(dst * 8 // bits, nbytes * 8 // bits, ()) for dst, nbytes in found]
+        fault = covers(kind.numel, [*areas.get(buffer, []), *plain_areas])
         if fault is not None:
             yield f"{name}: {fault}"
 
 
-def _plain_copies(head: Head, section: Section, kinds: Sequence[TensorType]) -> bytearray:
-    """Per copy, 1 if it moves a whole buffer out of a file as it is, and is right; 0 if the general rules must tell."""
+def _plain_copies(
+    head: Head, section: Section, kinds: Sequence[TensorType]
+) -> tuple[bytearray, dict[int, list[tuple[int, int]]]]:
+    """Which copies move one stretch of a file as it is, and are right by themselves; the general rules tell of others.
+
+    Returns 1 or 0 per copy, and per buffer (first byte, nbytes) of what those with 1 write.
+    """
     copies = section.copies
-    sizes: dict[int, tuple[int, int, object]] = {}  # id of a type -> numel, bits and dtype, computed once
+    sizes: dict[int, tuple[int, int, object]] = {}  # id of a type -> nbytes, bits and dtype, computed once
     for kind in kinds:
         if id(kind) not in sizes:
-            sizes[id(kind)] = kind.numel, kind.dtype.bits, kind.dtype
+            sizes[id(kind)] = kind.nbytes, kind.dtype.bits, kind.dtype
     buffers = [sizes[id(kind)] for kind in kinds]
     chains = [chain[0] if len(chain) == 1 else None for chain in head.chains]
     files = [file.size for file in head.files]
     firsts = copies.first_loop
     plain = bytearray(len(copies))
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, (source, buffer, src, dst, run, chain) in enumerate(
         zip(copies.source, copies.buffer, copies.src, copies.dst, copies.run, copies.chain, strict=True)
     ):
-        if (
-            dst
-            or firsts[row] != firsts[row + 1]
-            or not (0 <= source < len(files) and 0 <= buffer < len(buffers) and 0 <= chain < len(chains))
+        if not (
+            0 <= source < len(files)
+            and 0 <= buffer < len(buffers)
+            and 0 <= chain < len(chains)
+            and firsts[row] == firsts[row + 1]
         ):
             continue
-        numel, bits, dtype = buffers[buffer]
-        plain[row] = run == numel > 0 and chains[chain] is dtype and 0 <= src <= files[source] - (run * bits >> 3)
-    return plain
+        size, bits, dtype = buffers[buffer]
+        moved = run * bits
+        nbytes = moved >> 3
+        if (
+            run > 0
+            and chains[chain] is dtype
+            and not (moved % 8 or dst * 8 % bits)
+            and 0 <= src <= files[source] - nbytes
+            and 0 <= dst <= size - nbytes
+        ):
+            plain[row] = 1
+            spans[buffer].append((dst, nbytes))
+    return plain, spans
+
+
+def _lie_end_to_end(spans: list[tuple[int, int]], nbytes: int) -> bool:
+    """Whether the spans (first byte, nbytes) fill `nbytes` bytes, each once. Sorts them."""
+    spans.sort()
+    at = 0
+    for first, length in spans:
+        if first != at:
+            return False
+        at += length
+    return at == nbytes
 
 
 def _copy_fault(copy: Copy, head: Head, kinds: Sequence[TensorType], first_temporary: int) -> str | None:

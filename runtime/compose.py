@@ -17,7 +17,7 @@ from loadplan.runtime.pages import PAGE_NBYTES, Memory, map_anonymous, map_file,
 from loadplan.runtime.schedule import Stretch
 
 MAX_MAPPINGS = 16_384  # of one load; Linux allows a process 65,530 (vm.max_map_count)
-_MIN_NBYTES = 128 << 10  # of a stretch, on average: a mapping with its two ends takes as long as reading so many bytes
+MIN_NBYTES = 128 << 10  # of a stretch, on average: a mapping with its two ends takes as long as reading so many bytes
 _MIN_SHARE = 0.9  # of the tensor's bytes that must be mapped, for the rest is read into small pages
 
 
@@ -37,7 +37,7 @@ def joined(stretches: Sequence[Stretch]) -> list[Stretch]:
 def shift_of(stretches: Sequence[Stretch], itemsize: int) -> int | None:
     """How many bytes behind a page the buffer must begin for most of `stretches` to be mapped; None if few could be."""
     total = sum(stretch.nbytes for stretch in stretches)
-    if total < _MIN_NBYTES * len(stretches):
+    if total < MIN_NBYTES * len(stretches):
         return None
     alike: dict[int, int] = defaultdict(int)
     for stretch in stretches:

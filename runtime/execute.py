@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 
 from loadplan.cache.error import LoadplanError
-from loadplan.runtime.compose import MAX_MAPPINGS, compose, joined, shift_of
+from loadplan.runtime.compose import MAX_MAPPINGS, MIN_NBYTES, compose, joined, shift_of
 from loadplan.runtime.copy_strided import addressable, copy_from_map, copy_staged, copy_strided
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.loading import Loading, Progress, Task
@@ -196,6 +196,8 @@ class Execution:
         for number, parts in found.parts.items():
             kind = kinds[number]
             if number >= len(self.head.tensors) or number in mixed or kind.dtype.is_packed:
+                continue
+            if kind.nbytes < MIN_NBYTES * len(parts):
                 continue
             stretches = joined(parts)
             files = tuple({stretch.file for stretch in stretches})
