@@ -38,7 +38,7 @@ from loadplan.runtime.memory import STAGING_NBYTES, allocate_all, views
 from loadplan.runtime.pages import lock, populate
 from loadplan.runtime.plan import Copy, Head, Section
 from loadplan.runtime.schedule import Schedule, Stretch, schedule, tiles
-from loadplan.runtime.source_files import SourceFile
+from loadplan.runtime.source_files import ReadError, SourceFile
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.to_device import Stager
 from loadplan.runtime.torch_types import torch_dtype
@@ -168,19 +168,19 @@ class Execution:
 
     def _map(
         self, found: Schedule, kinds: Sequence[TensorType], buffers: dict[int, torch.Tensor]
-    ) -> dict[int, tuple[int, ...]]:
-        """Add views for the buffers that are one stretch of a file; returns the file of each."""
+    ) -> dict[int, list[Stretch]]:
+        """Add views for the buffers that are one stretch of a file; returns the stretch of each."""
         places: list[list[tuple[int, TensorType, int]]] = [[] for _ in self.files]
         maps = [self._may_map(file) for file in self.files]
         first_temporary = len(self.head.tensors)
-        mapped: dict[int, tuple[int, ...]] = {}
+        mapped: dict[int, list[Stretch]] = {}
         bits = {id(kind): kind.dtype.bits for kind in kinds}
-        for number, (file, src, _, _, _) in found.whole.items():
+        for number, stretch in found.whole.items():
             kind = kinds[number]
             step = bits[id(kind)]
-            if number < first_temporary and maps[file] and not step % 8 and not src * 8 % step:
-                places[file].append((number, kind, src))
-                mapped[number] = (file,)
+            if number < first_temporary and maps[stretch.file] and not step % 8 and not stretch.src * 8 % step:
+                places[stretch.file].append((number, kind, stretch.src))
+                mapped[number] = [stretch]
         for source, wanted in zip(self.files, places, strict=True):
             if wanted:
                 buffers.update(views(source.map(), wanted))
@@ -188,9 +188,9 @@ class Execution:
 
     def _compose(
         self, found: Schedule, kinds: Sequence[TensorType], buffers: dict[int, torch.Tensor]
-    ) -> tuple[dict[int, tuple[int, ...]], list[tuple[Stretch, int]]]:
-        """Add the buffers that can be mapped in parts; returns the files of each, and what to read at which address."""
-        composed: dict[int, tuple[int, ...]] = {}
+    ) -> tuple[dict[int, list[Stretch]], list[tuple[Stretch, int]]]:
+        """Add the buffers that can be mapped in parts; returns the stretches of each, and what to read where."""
+        composed: dict[int, list[Stretch]] = {}
         seams: list[tuple[Stretch, int]] = []
         mixed, mappings = found.mixed, 0
         for number, parts in found.parts.items():
@@ -209,7 +209,7 @@ class Execution:
             mappings += 2 * len(stretches)
             memory, left = compose(stretches, shift, lambda file: self.files[file].open())
             buffers.update(views(memory, [(number, kind, 0)]))
-            composed[number] = files
+            composed[number] = stretches
             seams += left
         return composed, seams
 
@@ -276,15 +276,21 @@ class Execution:
                 nbytes = tile.numel * chain[0].itemsize
                 yield Task(nbytes, (whole.buffer,), partial(way, file, tile, chain, buffer, name))
 
-    def _page_tasks(self, mapped: Mapping[int, Collection[int]], buffers: dict[int, torch.Tensor]) -> Iterator[Task]:
+    def _page_tasks(self, mapped: Mapping[int, Sequence[Stretch]], buffers: dict[int, torch.Tensor]) -> Iterator[Task]:
         """Reads of mapped pages: of files that are not in the page cache, and of all if so asked."""
-        for number, files in sorted(mapped.items()):
-            if self.residency == "lazy" and all(self.files[file].is_resident for file in files):
-                continue
-            address, nbytes = buffers[number].data_ptr(), buffers[number].numel() * buffers[number].element_size()
-            for low in range(0, nbytes, _READ_NBYTES):
-                part = min(_READ_NBYTES, nbytes - low)
-                yield Task(part, (number,), partial(populate, address + low, part))
+        wanted = [self.residency != "lazy" or not file.is_resident for file in self.files]
+        for number, stretches in sorted(mapped.items()):
+            for stretch in stretches:
+                address = buffers[number].data_ptr() + stretch.dst
+                for low in range(0, stretch.nbytes if wanted[stretch.file] else 0, _READ_NBYTES):
+                    part = min(_READ_NBYTES, stretch.nbytes - low)
+                    yield Task(part, (number,), partial(self._read_pages, stretch, low, address + low, part))
+
+    def _read_pages(self, stretch: Stretch, low: int, address: int, nbytes: int) -> None:
+        try:
+            populate(address, nbytes)
+        except OSError as error:
+            raise ReadError(self.files[stretch.file].name, stretch.src + low, str(error.strerror)) from error
 
     def _finish(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor], stager: Stager | None) -> None:
         """Copies from temporaries, when all else is done; and a last look at the files: none has changed meanwhile."""

@@ -57,7 +57,7 @@ class _State:
                 self._end(error=error)
                 return
             self._end(task)
-            if after is not None:
+            if after is not None and task.nbytes:
                 after()
 
     def _take(self) -> Task | None:

@@ -105,4 +105,4 @@ def lock(address: int, nbytes: int) -> None:
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
     """A writable view of the bytes at `address`, which it does not keep alive."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else memoryview(bytearray())
