@@ -97,12 +97,15 @@ def test_cancel_waits_for_what_runs() -> None:
 
     loading = Loading(TENSORS, tasks(run), 1)
     _pass(started)
-    threading.Timer(0, gate.set).start()
-    loading.cancel()
-    assert done in ([0], [])
-    assert ours() == []
+    canceller = threading.Thread(target=loading.cancel)
+    canceller.start()
     with pytest.raises(LoadCancelled, match="load again"):
         loading.wait([5])
+    assert canceller.is_alive()
+    gate.set()
+    canceller.join(60)
+    assert done == [0]
+    assert ours() == []
     with pytest.raises(LoadCancelled):
         loading.result()
 
