@@ -23,7 +23,11 @@ OUTSIDE = {  # besides the standard library
     "compiler": {"torch", "safetensors", "doit", "pydantic", "transformers"},
     "recipes": set[str](),
 }
-OUTSIDE_FILE = {"bridge.py": {"torch", "transformers"}}  # reads what an installed transformers has registered
+OUTSIDE_FILE = {
+    "bridge.py": {"torch", "transformers"},  # reads what an installed transformers has registered
+    "http_client.py": {"urllib3"},  # when the first http remote is opened
+    "http_remote.py": {"zstandard"},  # when the first file is compressed on the wire
+}
 
 
 def _sources() -> Iterator[tuple[str, Path]]:
