@@ -1,20 +1,29 @@
 """The folder that a build keeps: blobs, actions and file digests under one root."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loadplan.cache.actions import ActionCache, Artifact
 from loadplan.cache.file_digests import FileDigests
 from loadplan.cache.store import BlobMissing, BlobStore, DigestMismatch
 
+if TYPE_CHECKING:  # a build that finds all it needs here imports nothing of the network
+    from loadplan.cache.remotes import Remote, RemoteSet
+    from loadplan.cache.transfer import PushReport
+
 
 class Cache:
-    """A build's memory below `root`. An absent or read-only root can be read; the first put makes the folders."""
+    """A build's memory below `root`. An absent or read-only root can be read; the first put makes the folders.
 
-    __slots__ = ("actions", "blobs", "files", "root")
+    `remotes` are what `pull` asks, in order: remotes, or a `RemoteSet`.
+    """
 
-    def __init__(self, root: Path) -> None:
+    __slots__ = ("_remotes", "actions", "blobs", "files", "root")
+
+    def __init__(self, root: Path, remotes: "Iterable[Remote] | RemoteSet" = ()) -> None:
         self.root = root
+        self._remotes = remotes
         self.blobs = BlobStore(root / "blobs")
         self.actions = ActionCache(root / "actions", self.blobs)
         self.files = FileDigests(root / "file-digests")
@@ -42,3 +51,26 @@ class Cache:
         artifact = Artifact(blobs, info or {})
         self.actions.put(key, artifact)
         return artifact
+
+    def pull(self, key: str, progress: Callable[[int, int], None] | None = None) -> Artifact | None:
+        """`find`, and where that is a miss, the same from the first remote that has it (`transfer.pull`)."""
+        from loadplan.cache.transfer import pull
+
+        return pull(self, key, self.remotes, progress=progress)
+
+    def push(
+        self, keys: Iterable[str], remote: "Remote", progress: Callable[[int, int], None] | None = None
+    ) -> "PushReport":
+        """Make `remote` have the artifacts of `keys` (`transfer.push`)."""
+        from loadplan.cache.transfer import push
+
+        return push(self, keys, remote, progress=progress)
+
+    @property
+    def remotes(self) -> "RemoteSet":
+        """The remotes that `pull` asks."""
+        from loadplan.cache.remotes import RemoteSet
+
+        if not isinstance(self._remotes, RemoteSet):
+            self._remotes = RemoteSet(self._remotes)
+        return self._remotes
