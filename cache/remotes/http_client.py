@@ -8,6 +8,7 @@ cannot hold a transfer beyond its deadline.
 import base64
 import re
 import ssl
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 MAX_REDIRECTS = 5
 CONNECT_TIMEOUT_S = 10.0
 MAX_DRAINED_NBYTES = 4096  # an error page up to this size is read, so that the connection can be used again
+PATIENCE = 4  # times the timeout of one wait, for the whole of an answer that is read at once
 CONNECTIONS = 32  # kept open at most
 
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -69,6 +71,7 @@ class HttpClient:
         if login is None and parts.username is not None:
             self._login = Login.basic(unquote(parts.username), unquote(parts.password or ""))
         self._pool = _make_pool(self.name, self._base, ca_file, timeout_s)
+        self._patience_s = PATIENCE * timeout_s
 
     @contextmanager
     def send(
@@ -94,7 +97,7 @@ class HttpClient:
                 raw = self._pool.request(
                     method, url, headers=sent, body=body, preload_content=False, redirect=False, retries=False
                 )
-            response = Response(self.name, method, raw)
+            response = Response(self.name, method, raw, self._patience_s)
             try:
                 if response.status in _REDIRECTS:
                     url = self._follow(response, url, method)
@@ -139,8 +142,8 @@ class HttpClient:
 class Response:
     """An answer whose body is read piece by piece."""
 
-    def __init__(self, remote: str, method: str, raw: "urllib3.BaseHTTPResponse") -> None:
-        self._remote, self._method, self._raw = remote, method, raw
+    def __init__(self, remote: str, method: str, raw: "urllib3.BaseHTTPResponse", patience_s: float) -> None:
+        self._remote, self._method, self._raw, self._patience_s = remote, method, raw, patience_s
         self.status, self.headers = raw.status, raw.headers
 
     @property
@@ -168,10 +171,13 @@ class Response:
 
         Raises:
             BadRemoteData: it is larger than `max_nbytes`.
+            RemoteUnavailable: it comes too slowly.
         """
-        data = bytearray()
+        data, end_s = bytearray(), time.monotonic() + self._patience_s
         while piece := self.read(max_nbytes + 1 - len(data)):
             data += piece
+            if time.monotonic() > end_s:
+                raise RemoteUnavailable(self._remote, f"no whole answer in {self._patience_s:g} s")
             if len(data) > max_nbytes:
                 raise BadRemoteData(self._remote, f"answered with more than {max_nbytes} bytes")
         return bytes(data)

@@ -83,7 +83,7 @@ class HttpRemote:
             if blob.offset and response.status != 206:
                 blob.restart()  # it does not know ranges, and sends the whole
             self._check_range(response, blob)
-            for piece in self._iter_body(response, headers.get("Accept-Encoding", "identity")):
+            for piece in self._iter_body(response, headers.get("Accept-Encoding", "identity"), blob):
                 blob.write(piece)
             if blob.offset < blob.nbytes and response.is_framed:
                 what = f"blob {blob.digest[:12]} ends after {blob.offset} of {blob.nbytes} bytes"
@@ -154,7 +154,7 @@ class HttpRemote:
             raise BadRemoteData(self.name, f"sent the encoding {found[:20]!r}, which was not asked for")
         return found
 
-    def _iter_body(self, response: Response, accepted: str) -> Iterator[bytes]:
+    def _iter_body(self, response: Response, accepted: str, blob: IncomingBlob) -> Iterator[bytes]:
         if self._check_encoding(response, accepted) == "identity":
             while piece := response.read(READ_NBYTES):
                 yield piece
@@ -162,8 +162,9 @@ class HttpRemote:
         import zstandard
 
         decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_NBYTES)
+        source = cast("IO[bytes]", _Dripping(response, blob))
         # Read in steps of a bounded size: a bomb meets the blob's own limit after one of them.
-        with decompressor.stream_reader(cast("IO[bytes]", response), read_across_frames=True, closefd=False) as reader:
+        with decompressor.stream_reader(source, read_across_frames=True, closefd=False) as reader:
             while True:
                 try:
                     piece = reader.read(READ_NBYTES)
@@ -172,6 +173,17 @@ class HttpRemote:
                 if not piece:
                     return
                 yield piece
+
+
+class _Dripping:
+    """What a decompressor reads from: it may need many reads for one piece, so the deadline is looked at before each."""
+
+    def __init__(self, response: Response, blob: IncomingBlob) -> None:
+        self._response, self._blob = response, blob
+
+    def read(self, nbytes: int) -> bytes:
+        self._blob.write(b"")
+        return self._response.read(nbytes)
 
 
 def _path(kind: str, digest: str) -> str:

@@ -9,12 +9,15 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 from remote_places import QUICK
 from remote_servers import CacheServer, Handler, Request, run_cache_server
 
@@ -23,6 +26,7 @@ from loadplan.cache.remotes import (
     BadRemoteData,
     HttpRemote,
     Login,
+    RemoteError,
     RemoteOptions,
     RemoteRefused,
     RemoteSet,
@@ -238,19 +242,36 @@ def test_a_silent_server_is_left_after_the_timeout(server: CacheServer, tmp_path
         release.set()
 
 
-def test_a_dripping_server_is_left_at_the_deadline(server: CacheServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["identity", "zstd"])
+def test_a_dripping_server_is_left_at_the_deadline(server: CacheServer, tmp_path: Path, encoding: str) -> None:
     release = threading.Event()
+    packed = zstandard.compress(DATA) if encoding == "zstd" else DATA
 
     def drip(_: Request, handler: Handler) -> None:
-        handler.answer(200, Content_Length=str(len(DATA)))
-        while not release.wait(0.01):
-            handler.wfile.write(b"x")  # raises when the client has hung up
+        handler.answer(200, Content_Length=str(len(packed)), Content_Encoding=encoding)
+        for byte in packed:
+            if release.wait(0.01):
+                return
+            handler.wfile.write(bytes([byte]))  # raises when the client has hung up
 
     server.misbehave = _first(1, drip)
+    remotes = RemoteSet([_open(server, zstd=True)])
     try:
-        assert _pull(server, tmp_path, TransferPolicy(deadline_s=0.3)) is None
+        assert pull(Cache(tmp_path / "b"), KEY, remotes, policy=TransferPolicy(deadline_s=0.3)) is None
     finally:
         release.set()
+    assert len(server.log) == 2
+
+
+def test_a_dripping_entry_is_left(server: CacheServer) -> None:
+    def drip(_: Request, handler: Handler) -> bool:
+        handler.answer(200, Content_Length="1000000")
+        while True:
+            handler.wfile.write(b"x")  # raises when the client has hung up
+
+    server.misbehave = drip
+    with pytest.raises(RemoteUnavailable, match=r"no whole answer in 0\.04 s"):
+        _open(server, timeout_s=0.01).find_entry(KEY)
 
 
 def test_a_server_that_is_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,6 +304,42 @@ def test_nothing_but_http_is_spoken(tmp_path: Path) -> None:
         with pytest.raises(RemoteUnavailable, match="the connection broke"):
             open_remote(f"http://127.0.0.1:{listener.getsockname()[1]}/").find_entry(KEY)
         thread.join()
+
+
+ANSWERS = (
+    b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Encoding: identity\r\n\r\nhello",
+    b"HTTP/1.1 206 Partial\r\nRetry-After: 7\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+)
+
+
+@given(st.sampled_from(ANSWERS), st.booleans(), st.data())
+def test_fuzz_of_answers(answer: bytes, is_head: bool, data: st.DataObject) -> None:
+    """Whatever a peer says, it becomes one of our errors, or an answer of the right kind."""
+    spoiled = bytearray(answer)
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = data.draw(st.integers(0, len(spoiled)))
+        spoiled[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3) | st.just(b"\r\n"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_all() -> None:
+            with suppress(OSError):  # the listener has been shut down
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(10_000)
+                        connection.sendall(spoiled)
+
+        thread = threading.Thread(target=answer_all)
+        thread.start()
+        remote = open_remote(f"http://127.0.0.1:{listener.getsockname()[1]}/", RemoteOptions(timeout_s=5.0))
+        try:
+            assert remote.has_blob(KEY, 5) in (True, False) if is_head else remote.find_entry(KEY) is None
+        except RemoteError:
+            pass
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            remote.close()
 
 
 # Redirects and logins
