@@ -10,6 +10,8 @@ reads as absent, and is built again. Read in this order:
     actions         action key -> artifact (name -> blob)
     file_digests    digests of source files, remembered
     cache           the three under one root
+    remotes/        places that machines share artifacts through
+    transfer        pull and push
 """
 
 from loadplan.cache.actions import ActionCache, Artifact, ArtifactIncomplete, BadArtifact
