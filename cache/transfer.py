@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from os import environ
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from loadplan.cache.actions import Artifact, ArtifactIncomplete, BadArtifact
@@ -129,7 +130,7 @@ def push(
     Raises:
         RemoteReadOnly, RemoteOffline, RemoteUnavailable, RemoteRefused, DeadlinePassed
         NotBuilt: the store has no artifact for a key.
-        DigestMismatch: a blob of the store is damaged; it is not sent.
+        BlobMissing, DigestMismatch: a blob of the store is gone or damaged; it is not sent.
     """
     if remote.read_only:
         raise RemoteReadOnly(remote.name, "opened for reading only")
@@ -145,10 +146,7 @@ def push(
         if retry(partial(remote.has_blob, digest, nbytes), policy, budget):
             told.add(nbytes)
             return False
-        path = cache.blobs.path(digest)
-        right, _ = digest_file(path)
-        if right != digest:
-            raise DigestMismatch(path, digest, right)
+        path = _get_blob(cache, digest)
         retry(partial(remote.put_blob, OutgoingBlob(path, digest, nbytes, told.add)), policy, budget)
         return True
 
@@ -253,6 +251,18 @@ def _get_entry(cache: "Cache", key: str) -> RemoteEntry:
         except FileNotFoundError as error:
             raise BlobMissing(path, digest) from error
     return RemoteEntry(artifact, sizes)
+
+
+def _get_blob(cache: "Cache", digest: str) -> Path:
+    """Where the blob is, its bytes verified."""
+    path = cache.blobs.path(digest)
+    try:
+        found, _ = digest_file(path)
+    except FileNotFoundError as error:
+        raise BlobMissing(path, digest) from error
+    if found != digest:
+        raise DigestMismatch(path, digest, found)
+    return path
 
 
 def _write_back(

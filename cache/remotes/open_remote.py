@@ -63,6 +63,8 @@ def open_remote(
         parts.port  # noqa: B018 - looks whether it is a number
     except ValueError as error:
         raise BadRemoteAddress(text.rpartition("@")[2], str(error)) from error
+    if not text:
+        raise BadRemoteAddress("''", "no address")
     if isinstance(address, Path) or "://" not in text:
         _check_options(text, options, _COMMON)
         return DirectoryRemote(Path(address).absolute(), read_only=options.read_only)
@@ -71,8 +73,8 @@ def open_remote(
         raise BadRemoteAddress(shown, "chained URLs cache or rewrite what they read")
     if parts.scheme == "file":
         _check_options(shown, options, _COMMON)
-        if parts.netloc not in ("", "localhost"):
-            raise BadRemoteAddress(shown, f"file:// with a host ({parts.netloc})")
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise BadRemoteAddress(shown, f"file:// with a host ({parts.netloc}) or without a path")
         return DirectoryRemote(Path(unquote(parts.path)), read_only=options.read_only)
     if parts.scheme in ("http", "https"):
         _check_options(shown, options, _HTTP)

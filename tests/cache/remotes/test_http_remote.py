@@ -257,21 +257,23 @@ def test_a_dripping_server_is_left_at_the_deadline(server: CacheServer, tmp_path
     server.misbehave = _first(1, drip)
     remotes = RemoteSet([_open(server, zstd=True)])
     try:
-        assert pull(Cache(tmp_path / "b"), KEY, remotes, policy=TransferPolicy(deadline_s=0.3)) is None
+        assert pull(Cache(tmp_path / "b"), KEY, remotes, policy=TransferPolicy(deadline_s=1.0)) is None
     finally:
         release.set()
     assert len(server.log) == 2
 
 
-def test_a_dripping_entry_is_left(server: CacheServer) -> None:
+def test_a_dripping_entry_is_left(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadplan.cache.remotes.http_client.PATIENCE", 0.01)
+
     def drip(_: Request, handler: Handler) -> bool:
         handler.answer(200, Content_Length="1000000")
         while True:
             handler.wfile.write(b"x")  # raises when the client has hung up
 
     server.misbehave = drip
-    with pytest.raises(RemoteUnavailable, match=r"no whole answer in 0\.04 s"):
-        _open(server, timeout_s=0.01).find_entry(KEY)
+    with pytest.raises(RemoteUnavailable, match=r"no whole answer in 0\.05 s"):
+        _open(server, timeout_s=5.0).find_entry(KEY)
 
 
 def test_a_server_that_is_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -96,6 +96,8 @@ def test_a_relative_folder_is_of_here(tmp_path: Path, monkeypatch: pytest.Monkey
         ("nosuch://x", {}, "Protocol not known"),
         ("simplecache::s3://x", {}, "chained URLs"),
         ("file://elsewhere/x", {}, r"file:// with a host \(elsewhere\)"),
+        ("file://", {}, "without a path"),
+        ("", {}, "no address"),
         ("http:///x", {}, "no host"),
         ("http://user:secret@host:port/x", {}, "remote host:port/x: Port could not be cast"),
         ("http://user:secret@[::1/x", {}, "Invalid IPv6 URL"),
