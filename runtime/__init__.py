@@ -9,6 +9,7 @@
     load                             `load_state_dict`, `load_into`
     save                             `save_checkpoint`: the same copies, backwards
     artifact, write_safetensors      converted checkpoints
+    fusion, fusions                  modules of a model that compute the same from weights in another layout
 
 The plan modules import no torch, so that the compiler and the build need none; torch comes with the load functions.
 """
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from loadplan.runtime.artifact import Artifact, ArtifactError
     from loadplan.runtime.cast import CastOverflow
     from loadplan.runtime.execute import ModeError
+    from loadplan.runtime.fusion import (
+        FusionError,
+        FusionFamily,
+        find_fusion,
+        find_fusions,
+        fuse_modules,
+        register_fusion,
+        unregister_fusion,
+    )
     from loadplan.runtime.load import ArgumentError, ModuleMismatch, TieConflict, load_into, load_state_dict
     from loadplan.runtime.location import LocationError
     from loadplan.runtime.open_plan import Plan
@@ -35,6 +45,8 @@ __all__ = [
     "ArtifactError",
     "CastOverflow",
     "FileMismatch",
+    "FusionError",
+    "FusionFamily",
     "LocationError",
     "ModeError",
     "ModuleMismatch",
@@ -43,9 +55,14 @@ __all__ = [
     "ReadError",
     "SaveError",
     "TieConflict",
+    "find_fusion",
+    "find_fusions",
+    "fuse_modules",
     "load_into",
     "load_state_dict",
+    "register_fusion",
     "save_checkpoint",
+    "unregister_fusion",
 ]
 
 _HOMES = {
@@ -54,6 +71,8 @@ _HOMES = {
     "ArtifactError": "artifact",
     "CastOverflow": "cast",
     "FileMismatch": "source_files",
+    "FusionError": "fusion",
+    "FusionFamily": "fusion",
     "LocationError": "location",
     "ModeError": "execute",
     "ModuleMismatch": "load",
@@ -62,9 +81,14 @@ _HOMES = {
     "ReadError": "source_files",
     "SaveError": "save",
     "TieConflict": "load",
+    "find_fusion": "fusion",
+    "find_fusions": "fusion",
+    "fuse_modules": "fusion",
     "load_into": "load",
     "load_state_dict": "load",
+    "register_fusion": "fusion",
     "save_checkpoint": "save",
+    "unregister_fusion": "fusion",
 }
 
 
