@@ -10,6 +10,7 @@
     save                             `save_checkpoint`: the same copies, backwards
     artifact, write_safetensors      converted checkpoints
     fusion, fusions                  modules of a model that compute the same from weights in another layout
+    patching                         classes built as others, inside a block
 
 The plan modules import no torch, so that the compiler and the build need none; torch comes with the load functions.
 """
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from loadplan.runtime.load import ArgumentError, ModuleMismatch, TieConflict, load_into, load_state_dict
     from loadplan.runtime.location import LocationError
     from loadplan.runtime.open_plan import Plan
+    from loadplan.runtime.patching import (
+        PatchError,
+        apply_patches,
+        register_patch_mapping,
+        unregister_patch_mapping,
+    )
     from loadplan.runtime.plan_format import PlanError
     from loadplan.runtime.save import SaveError, save_checkpoint
     from loadplan.runtime.source_files import FileMismatch, ReadError
@@ -50,19 +57,23 @@ __all__ = [
     "LocationError",
     "ModeError",
     "ModuleMismatch",
+    "PatchError",
     "Plan",
     "PlanError",
     "ReadError",
     "SaveError",
     "TieConflict",
+    "apply_patches",
     "find_fusion",
     "find_fusions",
     "fuse_modules",
     "load_into",
     "load_state_dict",
     "register_fusion",
+    "register_patch_mapping",
     "save_checkpoint",
     "unregister_fusion",
+    "unregister_patch_mapping",
 ]
 
 _HOMES = {
@@ -76,19 +87,23 @@ _HOMES = {
     "LocationError": "location",
     "ModeError": "execute",
     "ModuleMismatch": "load",
+    "PatchError": "patching",
     "Plan": "open_plan",
     "PlanError": "plan_format",
     "ReadError": "source_files",
     "SaveError": "save",
     "TieConflict": "load",
+    "apply_patches": "patching",
     "find_fusion": "fusion",
     "find_fusions": "fusion",
     "fuse_modules": "fusion",
     "load_into": "load",
     "load_state_dict": "load",
     "register_fusion": "fusion",
+    "register_patch_mapping": "patching",
     "save_checkpoint": "save",
     "unregister_fusion": "fusion",
+    "unregister_patch_mapping": "patching",
 }
 
 
