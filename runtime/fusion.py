@@ -261,11 +261,12 @@ def find_fusions(model: nn.Module, fusion_config: object = None) -> tuple[FusedM
 
 
 def _claims(model: nn.Module, request: FusionRequest, family: FusionFamily) -> Iterator[FusedModule]:
-    own = [_compiled(request.name, text) for text in getattr(family, "target_modules_patterns", ())]
+    patterns = getattr(family, "target_modules_patterns", ())
+    own = [_compiled(request.name, text) for text in ((patterns,) if isinstance(patterns, str) else patterns)]
     asked = [_compiled(request.name, text) for text in request.modules]
     for path, module in model.named_modules():
-        places = [patterns for patterns in (own, asked) if patterns]
-        if all(any(pattern.search(path) for pattern in patterns) for patterns in places) and family.is_fusable(module):
+        is_meant = all(any(one.search(path) for one in ones) for ones in (own, asked) if ones)
+        if is_meant and family.is_fusable(module):
             yield FusedModule(path, request.name, _described(family, module))
 
 
@@ -290,9 +291,8 @@ def fuse_modules(model: nn.Module, fusions: Sequence[FusedModule]) -> None:
         for inner in module.modules()
     ]
     try:
-        for _, module, family in targets:
-            module.__class__ = family.make_fused_class(type(module))
-            module.fuse_()  # type: ignore[operator]
+        for fused, module, family in targets:
+            _fuse(fused, module, family)
     except BaseException:
         for inner, original, attributes, members in before:
             inner.__class__ = original
@@ -302,6 +302,17 @@ def fuse_modules(model: nn.Module, fusions: Sequence[FusedModule]) -> None:
                 inner.__dict__[name].clear()
                 inner.__dict__[name].update(values)
         raise
+
+
+def _fuse(fused: FusedModule, module: nn.Module, family: FusionFamily) -> None:
+    original = type(module)
+    made = family.make_fused_class(original)
+    if not issubclass(made, original) or not callable(getattr(made, "fuse_", None)):
+        raise FusionError(
+            f"fusion {fused.family!r} makes {made!r} of {original!r}: not a subclass of it with a fuse_()"
+        )
+    module.__class__ = made
+    module.fuse_()  # type: ignore[operator]
 
 
 _MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -368,7 +379,7 @@ def _refuse_conflicts(model: nn.Module, targets: Sequence[_Target]) -> None:
                 raise FusionError(f"fusion {fused.family!r}: {_below(fused, name)} is also elsewhere in the model")
             for inner in child.modules():
                 taken[id(inner)] = fused
-                for key, tensor in inner._parameters.items():
+                for key, tensor in (*inner._parameters.items(), *inner._buffers.items()):
                     if tensor is not None and len(owners[id(tensor)]) > 1:
                         raise FusionError(f"fusion {fused.family!r}: {key} of {_below(fused, name)} is tied to another")
     for fused, module, _ in targets:

@@ -3,7 +3,8 @@
 The fused module holds one `Linear`; in the places of the original ones are slices of it. While the fused module's
 forward runs, the first slice that is called computes the whole product and the others take their parts of it, if they
 are called with the same tensor, unchanged. With another one (cross attention, positions added to queries and keys only)
-a slice multiplies by its own rows. A result is handed out once only, and never outlives the forward.
+a slice multiplies by its own rows. A result is handed out once only, and never outlives the forward. In
+`torch.inference_mode` nothing is shared, since its tensors do not tell when they are changed: use `no_grad`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from itertools import accumulate
+from threading import get_ident
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from loadplan.runtime.fusion import FusionError
 from loadplan.runtime.fusions.fused_class import (
     Fused,
     StandIn,
@@ -30,20 +33,21 @@ _Stamp = tuple[object, ...]
 
 
 class _Sharing:
-    """The product that the slices of one running forward share. Used by one thread; a race costs a product, no more."""
+    """The product that the slices of one running forward share; for the thread that runs it alone."""
 
-    __slots__ = ("entry", "parts", "source")
+    __slots__ = ("entry", "parts", "source", "thread")
 
     def __init__(self, source: nn.Module, parts: int) -> None:
         self.source = source
         self.parts = parts
+        self.thread = get_ident()
         self.entry: tuple[torch.Tensor, _Stamp, torch.Tensor, frozenset[int]] | None = None
 
-    def take(self, start: int, size: int, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The part of the product of `tensor`; None if another input's product is still to be handed out."""
-        entry = self.entry
-        if tensor.is_inference():  # it does not say when it was changed
+    def take(self, start: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The product of `tensor`, of which the slice at `start` takes its part; None if it is not to be shared."""
+        if tensor.is_inference() or get_ident() != self.thread:  # the former do not say when they were changed
             return None
+        entry = self.entry
         stamp = _stamp(tensor)
         if entry is None:
             entry = (tensor, stamp, self.source(tensor), frozenset())
@@ -51,7 +55,7 @@ class _Sharing:
             return None
         taken = entry[3] | {start}
         self.entry = None if len(taken) == self.parts else (*entry[:3], taken)
-        return entry[2].narrow(-1, start, size)
+        return entry[2]
 
 
 _sharing: ContextVar[_Sharing | None] = ContextVar("loadplan_joined_linear", default=None)
@@ -65,37 +69,48 @@ def _stamp(tensor: torch.Tensor) -> _Stamp:
 
 
 class LinearSlice(StandIn):
-    """Rows `start` to `start + out_features` of a `Linear`."""
+    """Rows `start` to `start + out_features` of a `Linear` that has `rows`."""
 
-    def __init__(self, source_name: str, source: nn.Module, in_features: int, start: int, out_features: int) -> None:
+    def __init__(
+        self, source_name: str, source: nn.Module, in_features: int, start: int, out_features: int, rows: int
+    ) -> None:
         super().__init__(source_name, source)
         self.in_features = in_features
         self.out_features = out_features
         self.start = start
+        self.rows = rows
 
     @property
     def weight(self) -> torch.Tensor:
         """A view of the rows, `[out_features, in_features]`."""
-        return cast(torch.Tensor, self.source.weight).narrow(0, self.start, self.out_features)
+        return self._part(cast(torch.Tensor, self.source.weight), 0)
 
     @property
     def bias(self) -> torch.Tensor | None:
         """A view of their bias, `[out_features]`, if there is one."""
         bias = cast("torch.Tensor | None", self.source.bias)
-        return None if bias is None else bias.narrow(0, self.start, self.out_features)
+        return None if bias is None else self._part(bias, 0)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`; may be a view of a larger tensor."""
         source = self.source
         sharing = None if torch.compiler.is_compiling() else _sharing.get()
         if sharing is not None and sharing.source is source:
-            part = sharing.take(self.start, self.out_features, input)
-            if part is not None:
-                return part
+            shared = sharing.take(self.start, input)
+            if shared is not None:
+                return self._part(shared, -1)
         if is_plain(source, nn.Linear):
             return functional.linear(input, self.weight, self.bias)
         whole: torch.Tensor = source(input)  # something took the place of the `Linear`: only it knows how to compute
-        return whole.narrow(-1, self.start, self.out_features)
+        return self._part(whole, -1)
+
+    def _part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        if tensor.shape[dim] != self.rows:  # a rank's share, say: where a slice begins in it is not known here
+            raise FusionError(
+                f"{self.source_name} has {tensor.shape[dim]} rows, and its parts were fused when it had {self.rows}; "
+                "a model with tensor parallelism needs modules of its own for them"
+            )
+        return tensor.narrow(dim, self.start, self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, start={self.start}"
@@ -120,7 +135,7 @@ class FusedJoinedLinear(Fused):
         joined.train(self.training)
         starts = accumulate(sizes, initial=0)
         changes: dict[str, dict[str, nn.Module]] = {
-            name: {name: LinearSlice(self.fused_name, joined, in_features, start, size)}
+            name: {name: LinearSlice(self.fused_name, joined, in_features, start, size, sum(sizes))}
             for name, start, size in zip(names, starts, sizes, strict=False)
         }
         changes[names[0]] = {self.fused_name: joined, **changes[names[0]]}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -328,7 +332,7 @@ def test_a_whole_model_with_recorders_is_not_fused() -> None:
 
 def test_a_family_of_ones_own_is_complete_in_one_object() -> None:
     class Complete(Scale):
-        target_modules_patterns = ("^at",)
+        target_modules_patterns = "^at"
 
         def describe(self, module: nn.Module) -> dict[str, object]:
             return {"rows": 4}
@@ -343,6 +347,69 @@ def test_a_family_of_ones_own_is_complete_in_one_object() -> None:
     assert fusion_rules(fused, "config") == (("rule", "config", 4),)
     fuse_modules(model, [fused])
     assert isinstance(model.attn, Scaled)
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, Attention])
+def test_a_fused_class_is_a_subclass_that_fuses(wrong: type[nn.Module]) -> None:
+    family = Scale()
+    family.make_fused_class = lambda original_cls: wrong  # type: ignore[method-assign]
+    register_fusion("wrong", family)
+    model = Block()
+    before = shape_of(model)
+    with pytest.raises(FusionError, match=r"not a subclass of it with a fuse_\(\)"):
+        fuse_modules(model, [FusedModule("cross", "qkv", _QKV), FusedModule("attn", "wrong")])
+    assert shape_of(model) == before
+
+
+_PACKAGE = """
+from torch import nn
+class Family:
+    def is_fusable(self, module):
+        return isinstance(module, nn.ReLU)
+    def make_fused_class(self, original_cls):
+        return type("FusedReLU", (original_cls,), {"fuse_": lambda self: None})
+    def make_transforms(self, config):
+        return [("a rule", config)]
+FAMILIES = {NAME: Family()}
+"""
+
+_USE = """
+from torch import nn
+from loadplan.runtime import find_fusions, fuse_modules, FusionError
+from loadplan.runtime.fusion import known_fusions, fusion_rules
+try:
+    print(known_fusions())
+    model = nn.Sequential(nn.ReLU())
+    found = find_fusions(model, {"theirs": True})
+    fuse_modules(model, found)
+    print(found[0].path, type(model[0]).__name__, fusion_rules(found[0], 7))
+except FusionError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("theirs", [str(sorted([*_BUILT_IN, "theirs"])), "0 FusedReLU (('a rule', 7),)"]),
+        ("qkv", ["loadplan and their_package both have a fusion 'qkv'; remove one of them"]),
+    ],
+)
+def test_families_of_installed_packages(name: str, said: list[str], tmp_path: Path) -> None:
+    (tmp_path / "their_package.py").write_text(f"NAME = {name!r}\n{_PACKAGE}", encoding="utf-8")
+    info = tmp_path / "their_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n", encoding="utf-8")
+    points = "[loadplan.fusions]\ntheir_package = their_package:FAMILIES\n"
+    (info / "entry_points.txt").write_text(points, encoding="utf-8")
+    found = subprocess.run(
+        [sys.executable, "-c", _USE],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert found.stdout.splitlines() == said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from fusable import assert_same
 from torch import nn
 
-from loadplan.runtime import find_fusion, find_fusions, fuse_modules
+from loadplan.runtime import FusionError, find_fusion, find_fusions, fuse_modules
 from loadplan.runtime.fusions.joined_linear import LinearSlice
 
 
@@ -172,6 +172,22 @@ def test_a_context_that_is_carried_off_shares_nothing_wrong() -> None:
     assert_same(carried.run(other.key, x), original.key(x))
 
 
+def test_a_context_that_is_carried_to_another_thread_shares_nothing() -> None:
+    original, other = attention()
+    x = torch.ones(5, 4, dtype=torch.float64)
+
+    def run(m: Attention) -> Any:
+        query, found = m.query(x), list[torch.Tensor]()
+        thread = threading.Thread(target=copy_context().run, args=(lambda: found.append(m.key(x)),))
+        thread.start()
+        thread.join()
+        return [query, *found, m.key(x), m.value(x)]
+
+    calls = products(other)
+    assert_same(other(run), [original.query(x), original.key(x), original.key(x), original.value(x)])
+    assert len(calls) == 2  # the hook that counts makes the thread's product a whole one
+
+
 def test_slices_look_like_what_they_replace() -> None:
     original, other = attention()
     for name in ("query", "key", "value"):
@@ -206,6 +222,18 @@ def test_what_replaces_the_fused_linear_computes() -> None:
         assert_same(other(lambda m: [m.query(x), m.value(x)]), wanted)
         assert_same([other.query(x), other.value(x)], wanted)
         assert_same(copy.deepcopy(other)(lambda m: [m.query(x), m.value(x)]), wanted)
+
+
+def test_a_part_of_the_fused_linear_is_refused() -> None:
+    """Of a rank, say: half of the rows are not the first rows of each part."""
+    _, other = attention()
+    linear = other.get_submodule("qkv_proj")
+    linear.weight, linear.bias = (nn.Parameter(p[:5].detach()) for p in linear.parameters())
+    x = torch.ones(5, 4, dtype=torch.float64)
+    runs: list[Callable[[], Any]] = [lambda: other(lambda m: m.query(x)), lambda: other.key(x), lambda: other.key.bias]
+    for run in runs:
+        with pytest.raises(FusionError, match="qkv_proj has 5 rows, and its parts were fused when it had 10"):
+            run()
 
 
 def test_a_hook_on_the_fused_linear_always_runs() -> None:
