@@ -192,6 +192,9 @@ def _no_statistics() -> nn.Module:
             "optional argument": _between(
                 lambda m, x, scale=None: m.norm(m.conv(x) if scale is None else m.conv(x) * scale)
             ),
+            "another optional argument": _between(
+                lambda m, x, scale=None: m.norm(m.conv(x).relu() if scale is None else m.conv(x))
+            ),
             "keyword arguments": _between(lambda m, x, **more: m.norm(m.conv(x))),
             "mode": _between(lambda m, x: m.norm(m.conv(x)) if m.training else m.norm(m.conv(x).relu())),
             "no affine": Between(nn.BatchNorm2d(4, affine=False)),

@@ -135,6 +135,41 @@ def test_grad_mode_and_autocast_are_part_of_the_input() -> None:
     assert_same(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_autocast_is_part_of_the_input() -> None:
+    original, other = (module.float() for module in attention())
+    x = torch.ones(5, 4)
+
+    def run(m: Attention) -> Any:
+        query = m.query(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            key = m.key(x)
+        with torch.autocast("cpu", dtype=torch.float16):
+            return [query, key, m.value(x)]
+
+    found, wanted = other(run), run(original)
+    assert [tensor.dtype for tensor in found] == [torch.float32, torch.bfloat16, torch.float16]
+    assert_same(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_module_in_anothers_forward_has_products_of_its_own() -> None:
+    originals, others = zip(attention(), attention(), strict=True)
+    with torch.no_grad():
+        for part in (originals[1].query, originals[1].key, originals[1].value, others[1].get_submodule("qkv_proj")):
+            part.weight.mul_(3)  # type: ignore[operator]
+    x = torch.ones(5, 4, dtype=torch.float64)
+
+    def run(m: tuple[Attention, ...]) -> Any:
+        return [
+            m[0].query(x),
+            m[1].key(x),
+            m[1](lambda inner: [inner.query(x), m[0].key(x)]),
+            m[1].value(x),
+            m[0].value(x),
+        ]
+
+    assert_same(others[0](lambda _: run(others)), run(originals))
+
+
 def test_threads_run_one_module() -> None:
     """All in the midst of one forward of the same module, each with an input of its own."""
     original, other = attention()
@@ -181,11 +216,12 @@ def test_a_context_that_is_carried_to_another_thread_shares_nothing() -> None:
         thread = threading.Thread(target=copy_context().run, args=(lambda: found.append(m.key(x)),))
         thread.start()
         thread.join()
+        counts.append(len(calls))
         return [query, *found, m.key(x), m.value(x)]
 
-    calls = products(other)
+    calls, counts = products(other), list[int]()
     assert_same(other(run), [original.query(x), original.key(x), original.key(x), original.value(x)])
-    assert len(calls) == 2  # the hook that counts makes the thread's product a whole one
+    assert (counts, len(calls)) == ([2], 2)  # the hook that counts makes the thread's product a whole one
 
 
 def test_slices_look_like_what_they_replace() -> None:

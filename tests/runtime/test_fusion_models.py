@@ -82,7 +82,10 @@ def test_float32_and_bfloat16(name: str) -> None:
             assert errors[1] < 3 * errors[0] + 4 * torch.finfo(dtype).eps, (key, dtype, errors)
 
 
-def test_copies_pickles_and_state_dicts(case: Fusable, original: nn.Module) -> None:
+@pytest.mark.parametrize("name", ["llama", "vit", "convnext", "qwen2_vl", "resnet", "detr"])
+def test_copies_pickles_and_state_dicts(name: str) -> None:
+    case = FUSABLE[name]
+    original = case.build()
     other = fused(original, case)
     wanted = case.run(other)
     fresh = fused(case.build(), case)  # a model of transformers that ran with recorders cannot be pickled
@@ -103,8 +106,8 @@ def test_copies_pickles_and_state_dicts(case: Fusable, original: nn.Module) -> N
     for assign in (False, True):
         fresh = fused(case.model().eval().double(), case)
         fresh.load_state_dict(state, strict=True, assign=assign)
-        for name, buffer in other.named_buffers():
-            fresh.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
+        for key, buffer in other.named_buffers():
+            fresh.get_submodule(key.rpartition(".")[0])._buffers[key.rpartition(".")[2]] = buffer
         assert_same(case.run(fresh), wanted)
     with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key"):
         fresh.load_state_dict(original.state_dict())
@@ -148,6 +151,22 @@ def test_attention_implementations_and_batches(name: str, implementation: str) -
             assert_same(other(ids(batch, length)), original(ids(batch, length)))
         mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
         assert_same(other(ids(2, 5), attention_mask=mask), original(ids(2, 5), attention_mask=mask))
+
+
+def test_activation_checkpointing() -> None:
+    """The backward runs the fused modules' forward again."""
+    case = FUSABLE["llama"]
+    gradients: list[dict[str, Any]] = []
+    for model in (case.build(), fused(case.build(), case)):
+        model.activation_checkpointing_enable()  # type: ignore[operator]
+        case.run(model.train()).logits.square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    plain, found = gradients
+    for name in plain.keys() & found.keys():
+        torch.testing.assert_close(found[name], plain[name], rtol=1e-9, atol=1e-9)
+    for layer in ("model.layers.0.self_attn", "model.layers.1.self_attn"):
+        apart = torch.cat([plain[f"{layer}.{part}_proj.weight"] for part in "qkv"])
+        torch.testing.assert_close(found[f"{layer}.qkv_proj.weight"], apart, rtol=1e-9, atol=1e-9)
 
 
 def test_generation_with_a_cache() -> None:

@@ -246,6 +246,8 @@ def test_a_block_closed_elsewhere_is_closed_here() -> None:
     assert kind(Layer(1)) is Layer and kind(context.run(Layer, 1)) is NewLayer
     block.__exit__(None, None, None)
     assert kind(context.run(Layer, 1)) is Layer
+    with apply_patches({"Layer": NewerLayer}):
+        assert kind(context.run(Layer, 1)) is Layer and kind(Layer(1)) is NewerLayer
 
 
 def test_other_threads_never_see_a_replacement() -> None:
