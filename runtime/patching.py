@@ -13,7 +13,7 @@ as well. While any block that may replace a class is open, the class's `__init__
 (`contextvars`) whether to; when the last is closed, exception or not, its namespace is what it was before.
 
 `__new__` is no place for this: once it was set on a class, CPython 3.11 does not take its removal for one, and refuses
-arguments to every constructor from then on (python/cpython#49572).
+arguments to every constructor from then on (seen with 3.11.7).
 """
 
 from __future__ import annotations
@@ -122,14 +122,11 @@ def apply_patches(mapping: PatchMapping | None = None) -> Iterator[None]:
         _check(mapping)
     with _lock:
         patches = _Patches(dict(_registered if mapping is None else mapping))
-        _open.append(patches)
-        try:
-            _hook_all()
-        except BaseException:
-            _close(patches)
-            raise
-    _active.set((*_active.get(), patches))
     try:
+        with _lock:
+            _open.append(patches)
+            _hook_all()
+        _active.set((*_active.get(), patches))
         yield
     finally:
         _active.set(tuple(one for one in _active.get() if one is not patches))
@@ -159,7 +156,8 @@ def _check(mapping: PatchMapping) -> None:
 def _close(patches: _Patches) -> None:
     """Take the block's hooks away, but for those that other blocks need."""
     patches.is_open = False
-    _open.remove(patches)
+    if patches in _open:
+        _open.remove(patches)
     for cls in [cls for cls in _hooked if not _is_wanted(cls)]:
         _unhook(cls)
     if not _open and "__init_subclass__" in vars(nn.Module):

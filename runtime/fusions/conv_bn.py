@@ -5,8 +5,9 @@ run once on symbols, with a recorder in the place of each child, in training and
 arguments, call the convolution and the normalisation once each, and give the one's result to the other alone. Forwards
 that cannot be run so (they branch on shapes, reach into their children) are left alone.
 
-Normalisations are `BatchNorm2d`, and frozen ones: modules of four buffers that scale and shift,
-which is tried on numbers. The arithmetic is that of the kernel `fold_batch_norm`, which plans name. After folding, the former refuse to run in training mode.
+Normalisations are `BatchNorm2d`, and frozen ones: modules of four buffers that scale and shift, which is tried on numbers.
+After folding, the former refuse to run in training mode. The arithmetic is that of the kernel `fold_batch_norm`, which
+plans name.
 """
 
 from __future__ import annotations
@@ -120,12 +121,11 @@ FAMILY = ConvBnFamily()
 def find_pairs(module: nn.Module) -> tuple[Pair, ...]:
     """The pairs among the children of `module` that can be folded, in the order of the convolutions."""
     convs = [name for name, child in module._modules.items() if is_plain(child, nn.Conv2d)]
-    norms = {
-        name: eps
-        for name, child in module._modules.items()
-        if child is not None and (eps := _eps_of(child)) is not None
-    }
-    if not convs or not norms or "forward" in module.__dict__:
+    if not convs or "forward" in module.__dict__:
+        return ()
+    others = {name: child for name, child in module._modules.items() if child is not None and name not in convs}
+    norms = {name: eps for name, child in others.items() if (eps := _eps_of(child)) is not None}
+    if not norms:
         return ()
     graphs = [_run_on_symbols(module, training) for training in (True, False)]
     pairs = []
