@@ -44,4 +44,5 @@ class Checkpoint:
     others: Mapping[str, bytes] = field(
         default_factory=dict, compare=False, repr=False
     )  # index and config as they are, by name
+    generation_config: bytes = b""  # generation_config.json as it is; empty when there is none
     notes: tuple[str, ...] = field(default=())  # what was seen and left alone, for the report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,7 +25,7 @@ from loadplan.compiler.target import Target
 from loadplan.runtime.check_plan import check_head, check_section
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.open_plan import Plan
-from loadplan.runtime.plan import Head, Origin, PlanFile, PlanSource, PlanTensor, Report, Section
+from loadplan.runtime.plan import Head, ModelRecord, Origin, PlanFile, PlanSource, PlanTensor, Report, Section
 from loadplan.runtime.plan_format import FORMAT
 
 if TYPE_CHECKING:
@@ -188,11 +188,19 @@ def compile_parts(
         chains=chains,
         world_size=target.world_size,
         constants=signature.constants if signature else (),
+        model=_record(checkpoint, signature),
         provenance=tuple(provenance(checkpoint, recipe, signature, target).items()),
         report=_report(checkpoint, resolved, notes),
     )
     _prove(head, sections)
     return Plan.of(head, sections, _origin(checkpoint))
+
+
+def _record(checkpoint: Checkpoint, signature: Signature | None) -> ModelRecord | None:
+    """What builds the model again when it is loaded, with what the checkpoint says about generating with it."""
+    if signature is None or signature.model is None:
+        return None
+    return replace(signature.model, generation_config=checkpoint.generation_config)
 
 
 def _origin(checkpoint: Checkpoint) -> Origin:
@@ -242,6 +250,7 @@ def _prove(head: Head, sections: Iterable[Section]) -> None:
 
 def provenance(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | None, target: Target) -> dict[str, str]:
     """What goes into a plan, part by part, as digests: equal parts give an equal plan."""
+    beside = {"generation config": digest_bytes(checkpoint.generation_config)} if signature and signature.model else {}
     return {
         "checkpoint": digest_json([[f.name, f.size, f.format, f.header_digest] for f in checkpoint.files]),
         "index and config": digest_json({name: digest_bytes(raw) for name, raw in checkpoint.others.items()}),
@@ -249,6 +258,7 @@ def provenance(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | No
         "recipe": recipe.digest,
         "signature": signature.digest if signature else "",
         "target": target.digest,
+        **beside,
         "format": str(FORMAT),
     }
 

@@ -21,6 +21,7 @@ from loadplan.runtime.location import locate
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _INDEX = re.compile(r"\.index(?:\.[^.]+)*\.json$")  # .index.json, and .index.fp16.json of a variant
 _SHARD_OF = re.compile(r"(?P<stem>.*?)\d*-of-0*(?P<count>\d+)\.(?:safetensors|bin|pth?)")
+_GENERATION = "generation_config.json"
 _SINGLES = ("model.safetensors", "pytorch_model.bin")  # what other loaders prefer over an index
 
 
@@ -164,6 +165,12 @@ def _read_files(
             config = read_json(folder / "config.json", "config.json", "config", raw)
         except CheckpointError as error:
             problems += error.problems
+    beside: dict[str, bytes] = {}
+    if (folder / _GENERATION).is_file():
+        try:
+            read_json(folder / _GENERATION, _GENERATION, "config", beside)
+        except CheckpointError as error:
+            problems += error.problems
     if not problems:
         problems += _disagreements(found, weight_map, index) if weight_map is not None else _duplicates(found)
     if problems:
@@ -173,7 +180,8 @@ def _read_files(
         for name, entries in sorted(found.items())
     }
     seen += _copies(found, kept)
-    return Checkpoint(tuple(sorted(files, key=lambda file: file.name)), kept, config, raw, tuple(seen))
+    ordered = tuple(sorted(files, key=lambda file: file.name))
+    return Checkpoint(ordered, kept, config, raw, beside.get(_GENERATION, b""), tuple(seen))
 
 
 def _read_file(path: Path, name: str) -> tuple[CheckpointFile, tuple[Entry, ...], tuple[str, ...]]:

@@ -10,7 +10,7 @@ from loadplan.cache.digest import digest_json
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.patterns import PatternError
 from loadplan.compiler.recipe import parse_dtype
-from loadplan.runtime.plan import Constant
+from loadplan.runtime.plan import Constant, ModelRecord
 from loadplan.runtime.tensor_type import TensorType
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Signature:
     base_model_prefix: str = ""  # whole components that a checkpoint of the inner or outer model lacks or has
     model_class: str = ""  # name, for messages and for whoever builds the model
     submodels: tuple[Submodel, ...] = ()  # those of transformers, outer ones first
+    model: ModelRecord | None = None  # what builds the model again, where its class is a library's
 
     @classmethod
     def of(cls, tensors: Mapping[str, object], ties: Iterable[Iterable[str]] = ()) -> Signature:
@@ -92,6 +93,7 @@ class Signature:
             "submodels": [
                 [model.path, model.class_name, model.model_type, model.is_custom] for model in self.submodels
             ],
+            "model": None if self.model is None else [*_record_texts(self.model)],
         }
 
     @classmethod
@@ -115,9 +117,24 @@ class Signature:
                 tuple(
                     Submodel(str(path), str(name), str(kind), bool(custom)) for path, name, kind, custom in submodels
                 ),
+                _read_record(data.get("model")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SignatureError(f"not a stored signature: {error}") from error
+
+
+def _record_texts(record: ModelRecord) -> tuple[str, str, str, str, str]:
+    config, generation = (data.decode() for data in (record.config, record.generation_config))
+    return record.library, record.class_name, record.dtype, config, generation
+
+
+def _read_record(value: object) -> ModelRecord | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 5:
+        raise TypeError("not a model")
+    library, class_name, dtype, config, generation = map(str, value)
+    return ModelRecord(library, class_name, dtype, config.encode(), generation.encode())
 
 
 def _type(name: str, value: object) -> TensorType:

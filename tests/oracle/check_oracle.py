@@ -34,11 +34,12 @@ from torch import nn
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler import CompileError, Signature, Target, compile_plan, read_checkpoint
 from loadplan.compiler.checkpoint import Checkpoint
-from loadplan.compiler.read_signature import build_model, read_pretrained
+from loadplan.compiler.read_signature import read_pretrained
 from loadplan.compiler.recipe import Recipe
 from loadplan.compiler.rules import WeightRenaming
 from loadplan.recipes.bridge import bridge_recipe
 from loadplan.runtime import load_state_dict, save_checkpoint
+from loadplan.runtime.build_model import build_model
 
 VARIANTS = ("orig", "full")
 _WAYS = ("bridge", "own", "saved")
