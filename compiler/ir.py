@@ -48,6 +48,21 @@ class Op(Protocol):
         """The op that makes the arguments out of the results."""
 
 
+@runtime_checkable
+class ComputeOp(Op, Protocol):
+    """An op that makes new values, by a kernel of the runtime; its `lower` is not called.
+
+    Its slice rule, the rows of the arguments that rows of the results need, is the kernel's `pull`.
+    """
+
+    kernel: ClassVar[str]
+    """Name of the kernel (`loadplan.runtime.kernels`), which says what the results are."""
+
+    @property
+    def options(self) -> str:
+        """The kernel's options, as canonical JSON."""
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """What an op may look at before it is applied."""

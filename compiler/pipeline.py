@@ -229,8 +229,7 @@ def _lower(
     files = {file.name: number for number, file in enumerate(checkpoint.files)}
     chains = Chains()
     sections = tuple(
-        lower_rank(rank, layouts, lowering.temporaries, checkpoint.entries, files, chains)
-        for rank in range(target.world_size)
+        lower_rank(rank, layouts, lowering, checkpoint.entries, files, chains) for rank in range(target.world_size)
     )
     return sections, tuple(chains.found)
 

@@ -19,6 +19,7 @@ from loadplan.compiler.ops import (
     Chunk,
     Concatenate,
     Conv3dToLinear,
+    FoldBatchNorm,
     FuseRuns,
     Interleave,
     LinearToConv3d,
@@ -223,6 +224,15 @@ def _(op: MergeMessageQueries, *args: torch.Tensor) -> torch.Tensor | tuple[torc
     query, mlp = args[0][::2], args[0][1::2]
     key, value = args[1][::2], args[1][1::2]
     return torch.stack([query, key, value, mlp], 1)
+
+
+@_compute.register
+def _(op: FoldBatchNorm, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    weight, gamma, beta, mean, var, *others = (arg.to(torch.float64) for arg in args)
+    shift = others[0] if others and others[0].ndim else torch.zeros_like(mean)
+    scale = gamma / torch.sqrt(var + op.eps)
+    folded = (weight.movedim(0, -1) * scale).movedim(-1, 0)
+    return folded.to(args[0].dtype), (beta + (shift - mean) * scale).to(args[0].dtype)
 
 
 def _shares(args: tuple[torch.Tensor, ...], count: int) -> list[tuple[torch.Tensor, ...]]:

@@ -2,6 +2,7 @@
 
 tensor NAME : DTYPE[SHAPE]                                    | cut: the dim and each rank's positions
 NAME[BYTE] <- fN[BYTE] RUN DTYPE (EXTENT src STEP dst STEP)*  | one copy; tN is a temporary; > is a cast
+compute NAME, NAME <- KERNEL tN tN OPTIONS                    | new values, made of temporaries
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from loadplan.runtime.open_plan import Plan
-from loadplan.runtime.plan import Copy, Head, PlanTensor
+from loadplan.runtime.plan import Compute, Copy, Head, PlanTensor
 from loadplan.runtime.plan_format import FORMAT
 
 
@@ -29,6 +30,7 @@ def show_plan(plan: Plan, ranks: tuple[int, ...] | None = None) -> Iterator[str]
         yield f"file f{number} {escape(file.name)} {file.size} bytes {file.format} header {file.header_digest[:16]}"
     yield from (_tensor(tensor) for tensor in head.tensors)
     yield from (f"alias {escape(other)} = {escape(name)}" for other, name in head.aliases)
+    yield from (f"fused {escape(one.path)} by {escape(one.family)} {escape(one.options)}" for one in head.fusions)
     yield from (f"tied if equal {' = '.join(map(escape, names))}" for names in head.equal_ties)
     for rank in range(plan.world_size) if ranks is None else ranks:
         section, cost = plan.section(rank), plan.cost(rank)
@@ -39,6 +41,7 @@ def show_plan(plan: Plan, ranks: tuple[int, ...] | None = None) -> Iterator[str]
         for number, kind in enumerate(section.temporaries):
             yield f"temporary t{number} : {kind}"
         yield from (_copy(copy, head) for copy in section.copies)
+        yield from (_compute(compute, head) for compute in section.computes)
 
 
 def escape(text: str) -> str:
@@ -55,12 +58,18 @@ def _tensor(tensor: PlanTensor) -> str:
 
 
 def _copy(copy: Copy, head: Head) -> str:
-    count = len(head.tensors)
-
-    def buffer(number: int) -> str:
-        return escape(head.tensors[number].name) if number < count else f"t{number - count}"
-
-    source = f"f{copy.source}" if copy.source >= 0 else buffer(-1 - copy.source)
+    source = f"f{copy.source}" if copy.source >= 0 else _buffer(-1 - copy.source, head)
     chain = ">".join(head.chains[copy.chain])
     loops = "".join(f" ({loop.extent} src {loop.src} dst {loop.dst})" for loop in copy.loops)
-    return f"{buffer(copy.buffer)}[{copy.dst}] <- {source}[{copy.src}] {copy.run} {chain}{loops}"
+    return f"{_buffer(copy.buffer, head)}[{copy.dst}] <- {source}[{copy.src}] {copy.run} {chain}{loops}"
+
+
+def _compute(compute: Compute, head: Head) -> str:
+    made = ", ".join(_buffer(number, head) for number in compute.outputs)
+    read = " ".join(_buffer(number, head) for number in compute.inputs)
+    return f"compute {made} <- {compute.kernel} {read} {escape(compute.options)}"
+
+
+def _buffer(number: int, head: Head) -> str:
+    count = len(head.tensors)
+    return escape(head.tensors[number].name) if number < count else f"t{number - count}"

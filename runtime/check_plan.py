@@ -12,7 +12,8 @@ from hashlib import sha256
 from math import prod
 from typing import NamedTuple
 
-from loadplan.runtime.plan import Copy, Head, Origin, PlanTensor, Section
+from loadplan.runtime.kernels import KernelError, find_kernel, parse_options
+from loadplan.runtime.plan import Compute, Copy, Head, Origin, PlanTensor, Section
 from loadplan.runtime.tensor_type import TensorType
 
 _MAX_RUNS = 4_000_000  # places that one buffer may be taken apart into before it is refused as unprovable
@@ -123,9 +124,18 @@ def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
         bits = head.chains[copy.chain][-1].bits
         loops = sorted(((loop.extent, loop.dst * 8 // bits) for loop in copy.loops), key=lambda loop: -loop[1])
         areas[copy.buffer].append(Area(copy.dst * 8 // bits, copy.run, tuple(loops)))
+    made: set[int] = set()
+    for row, compute in enumerate(section.computes):
+        fault = _compute_fault(compute, kinds, first_temporary)
+        if fault is None and (len({*compute.outputs} - made - areas.keys() - spans.keys()) < len(compute.outputs)):
+            fault = "makes a buffer that something else makes"
+        if fault is not None:
+            yield f"compute {row}: {fault}"
+            return
+        made.update(compute.outputs)
     for buffer, kind in enumerate(kinds):
         found = spans.get(buffer, [])
-        if buffer not in areas and _lie_end_to_end(found, kind.nbytes):
+        if buffer in made or (buffer not in areas and _lie_end_to_end(found, kind.nbytes)):
             continue
         name = head.tensors[buffer].name if buffer < first_temporary else f"temporary {buffer - first_temporary}"
         bits = kind.dtype.bits
@@ -221,6 +231,26 @@ def _copy_fault(copy: Copy, head: Head, kinds: Sequence[TensorType], first_tempo
     written = copy.dst + sum((loop.extent - 1) * loop.dst for loop in copy.loops) + copy.run * final.bits // 8
     if written > buffer.nbytes:
         return f"writes up to byte {written} of {buffer.nbytes}"
+    return None
+
+
+def _compute_fault(compute: Compute, kinds: Sequence[TensorType], first_temporary: int) -> str | None:
+    """What is wrong with one compute by itself."""
+    places = (*compute.inputs, *compute.outputs)
+    if not compute.outputs or max(places) >= len(kinds) or any(n < first_temporary for n in compute.inputs):
+        return "makes nothing, or reads or makes a buffer that there is not"
+    latest = max(compute.inputs, default=-1)
+    if any(first_temporary <= number <= latest for number in compute.outputs):
+        return "reads a temporary before it is complete"
+    if any(kinds[number].dtype.is_packed for number in places):
+        return "takes packed elements, which have no rows"
+    try:
+        made = find_kernel(compute.kernel).infer([kinds[n] for n in compute.inputs], parse_options(compute.options))
+    except KernelError as error:
+        return str(error)
+    wanted = tuple(kinds[number] for number in compute.outputs)
+    if made != wanted:
+        return f"makes {', '.join(map(str, made))} in place of {', '.join(map(str, wanted))}"
     return None
 
 

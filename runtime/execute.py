@@ -11,7 +11,7 @@ Files on a server are read in large pieces and not mapped: each fault would wait
 ends the process. Mapped files that are not in the page cache are read into it on the way.
 
 Reads and copies are tasks for a bounded number of threads, cut small enough to keep within the staging budget. Copies
-from temporaries follow, in the order of the temporaries (`loadplan.runtime.plan`). A cast that would make a finite value
+from temporaries and computes follow, in the order in which temporaries are complete (`loadplan.runtime.order`). A cast that would make a finite value
 infinite is refused. An error or an interrupt stops the rest, waits for what is running, and leaves no thread and no open
 file.
 """
@@ -31,12 +31,14 @@ import torch
 
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.compose import MAX_MAPPINGS, MIN_NBYTES, compose, joined, shift_of
+from loadplan.runtime.compute import run_compute
 from loadplan.runtime.copy_strided import addressable, copy_from_map, copy_staged, copy_strided
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.loading import Loading, Progress, Task
 from loadplan.runtime.memory import STAGING_NBYTES, allocate_all, views
+from loadplan.runtime.order import needed, staged, steps
 from loadplan.runtime.pages import lock, populate
-from loadplan.runtime.plan import Copy, Head, Section
+from loadplan.runtime.plan import Compute, Copy, Head, Section
 from loadplan.runtime.schedule import Schedule, Stretch, schedule, tiles
 from loadplan.runtime.source_files import ReadError, SourceFile
 from loadplan.runtime.tensor_type import TensorType
@@ -93,32 +95,43 @@ class Execution:
 
     def _start(self, wanted: Collection[int] | None, order: Sequence[int] | None, *, in_background: bool) -> Loading:
         self._check_mode()
-        found = schedule(self.section.copies, self.head.chains, wanted, expand=self.mode != "copy")
-        kinds = [*(tensor.local_type(self.rank) for tensor in self.head.tensors), *self.section.temporaries]
+        section = self.section
+        buffers_needed = None if wanted is None else needed(section, wanted)
+        computes = [c for c in section.computes if buffers_needed is None or buffers_needed.intersection(c.outputs)]
+        found = schedule(section.copies, self.head.chains, buffers_needed, expand=self.mode != "copy")
+        kinds = [*(tensor.local_type(self.rank) for tensor in self.head.tensors), *section.temporaries]
         chosen = range(len(self.head.tensors)) if wanted is None else sorted(set(wanted))
         ranks = {number: at for at, number in enumerate(order or ())}
         threads = self.threads or self._choose_threads()
         stager = None if self.device is None else Stager(self.device, threads)
+        made = {output for compute in computes for output in compute.outputs}
         if stager is None:
-            buffers, tasks = self._host_tasks(found, kinds, chosen, ranks)
-        else:
-            buffers, tasks = self._device_tasks(found, kinds, chosen, stager)
+            tiled = staged(section.copies, computes)
+            buffers, tasks = self._host_tasks(found, kinds, [*chosen, *sorted(made - {*chosen})], ranks, tiled)
+        else:  # what computes read is on the device whole
+            buffers, tasks = self._device_tasks(found, kinds, [*chosen, *sorted(made - {*chosen})], stager)
         if ranks:
             tasks.sort(key=lambda task: min(ranks.get(number, len(ranks)) for number in task.buffers))
-        last = partial(self._finish, found.later, buffers, stager)
-        late = {copy.buffer for copy in found.later}
+        last = partial(self._finish, found.later, computes, kinds, buffers, stager)
+        late = {*made, *(copy.buffer for copy in found.later)}
         if not in_background and (threads == 1 or len(tasks) <= 1):
             threads = 0
         tensors = {number: buffers[number] for number in chosen}
         return Loading(tensors, tasks, threads, last, late, None if stager is None else stager.join)
 
     def _host_tasks(
-        self, found: Schedule, kinds: Sequence[TensorType], chosen: Sequence[int], ranks: Mapping[int, int]
+        self,
+        found: Schedule,
+        kinds: Sequence[TensorType],
+        chosen: Sequence[int],
+        ranks: Mapping[int, int],
+        tiled: Collection[int],
     ) -> tuple[dict[int, torch.Tensor], list[Task]]:
-        """Buffers in this host's memory, and what fills them."""
+        """Buffers in this host's memory, and what fills them; those `tiled` are mapped, or left to who reads them."""
         buffers: dict[int, torch.Tensor] = {}
-        mapped = self._map(found, kinds, buffers)
+        mapped = self._map(found, kinds, buffers, tiled)
         composed, seams = self._compose(found, kinds, buffers)
+        found.drop({number for number in tiled if number not in mapped})
         self._check_mapped((number for number in chosen if number not in buffers), kinds)
         fresh = {number: kinds[number] for number in self._written(found, chosen) if number not in buffers}
         buffers |= allocate_all(fresh)
@@ -130,7 +143,7 @@ class Execution:
             len(found.strided) + len(found.later),
         )
         places = [*((s, buffers[s.buffer].data_ptr() + s.dst) for s in apart), *seams]
-        tasks = [*self._read_tasks(places, kinds, ranks), *self._copy_tasks(found, buffers)]
+        tasks = [*self._read_tasks(places, kinds, ranks), *self._copy_tasks(found.strided, buffers)]
         return buffers, [*tasks, *self._page_tasks(mapped | composed, buffers)]
 
     def _device_tasks(
@@ -167,9 +180,9 @@ class Execution:
     # -- buffers without a copy ------------------------------------------------------------------------------------
 
     def _map(
-        self, found: Schedule, kinds: Sequence[TensorType], buffers: dict[int, torch.Tensor]
+        self, found: Schedule, kinds: Sequence[TensorType], buffers: dict[int, torch.Tensor], tiled: Collection[int]
     ) -> dict[int, list[Stretch]]:
-        """Add views for the buffers that are one stretch of a file; returns the stretch of each."""
+        """Add views for the tensors, and those `tiled`, that are one stretch of a file; returns the stretch of each."""
         places: list[list[tuple[int, TensorType, int]]] = [[] for _ in self.files]
         maps = [self._may_map(file) for file in self.files]
         first_temporary = len(self.head.tensors)
@@ -178,7 +191,12 @@ class Execution:
         for number, stretch in found.whole.items():
             kind = kinds[number]
             step = bits[id(kind)]
-            if number < first_temporary and maps[stretch.file] and not step % 8 and not stretch.src * 8 % step:
+            if (
+                (number < first_temporary or number in tiled)
+                and maps[stretch.file]
+                and not step % 8
+                and not stretch.src * 8 % step
+            ):
                 places[stretch.file].append((number, kind, stretch.src))
                 mapped[number] = [stretch]
         for source, wanted in zip(self.files, places, strict=True):
@@ -230,7 +248,7 @@ class Execution:
     def _check_mapped(self, unmapped: Iterator[int], kinds: Sequence[TensorType]) -> None:
         left = sorted(number for number in unmapped if kinds[number].numel) if self.mode == "map" else []
         if left:
-            name = self.head.tensors[left[0]].name
+            name = self._name(left[0])
             raise ModeError(
                 f"mode='map': {len(left)} tensors are not made of aligned stretches of files, the first is {name}; "
                 "use mode='auto', or convert the checkpoint"
@@ -265,10 +283,10 @@ class Execution:
                     places.append(part.nbytes)
                 file.scatter(descriptor, places, batch[0][0].src)
 
-    def _copy_tasks(self, found: Schedule, buffers: dict[int, torch.Tensor]) -> Iterator[Task]:
+    def _copy_tasks(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor]) -> Iterator[Task]:
         """Copies out of files, in tiles."""
         limit = min(_READ_NBYTES, STAGING_NBYTES // (2 * _MAX_THREADS))  # what is read, and what a cast makes of it
-        for whole in found.strided:
+        for whole in copies:
             file, buffer, name = self.files[whole.source], buffers[whole.buffer], self._name(whole.buffer)
             copy, chain = addressable(whole, self.head.chains)
             way = copy_staged if file.is_remote and self.mode in ("auto", "read") else copy_from_map
@@ -292,16 +310,45 @@ class Execution:
         except OSError as error:
             raise ReadError(self.files[stretch.file].name, stretch.src + low, str(error.strerror)) from error
 
-    def _finish(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor], stager: Stager | None) -> None:
-        """Copies from temporaries, when all else is done; and a last look at the files: none has changed meanwhile."""
+    def _finish(
+        self,
+        copies: Sequence[Copy],
+        computes: Sequence[Compute],
+        kinds: Sequence[TensorType],
+        buffers: dict[int, torch.Tensor],
+        stager: Stager | None,
+    ) -> None:
+        """What reads temporaries, when all else is done; and a last look at the files: none has changed meanwhile."""
         with nullcontext() if stager is None else stager.queued():
-            for copy in copies:
-                addressed, chain = addressable(copy, self.head.chains)
-                source = buffers[-1 - copy.source].reshape(-1).view(torch_dtype(chain[0]))
-                for tile in tiles(addressed, chain, STAGING_NBYTES // 2):
-                    copy_strided(source, tile.src, tile, chain, buffers[copy.buffer], self._name(copy.buffer))
+            for step in steps(copies, computes, len(self.head.tensors)):
+                if isinstance(step, Copy):
+                    self._copy_again(step, buffers)
+                    continue
+                absent = {number for number in step.inputs if number not in buffers}
+                sources: dict[int, list[Copy]] = {number: [] for number in absent}
+                for row, buffer in enumerate(self.section.copies.buffer if absent else ()):
+                    if buffer in absent:
+                        sources[buffer].append(self.section.copies[row])
+                names = [self._name(output) for output in step.outputs]
+                run_compute(step, kinds, buffers, sources, self.head.chains, self._fill, names)
         for file in self.files:
             file.check()
+
+    def _fill(self, copies: Sequence[Copy], into: dict[int, torch.Tensor]) -> None:
+        """The copies, in this thread."""
+        for copy in copies:
+            if copy.source < 0:
+                self._copy_again(copy, into)
+            else:
+                for task in self._copy_tasks([copy], into):
+                    task.run()
+
+    def _copy_again(self, copy: Copy, buffers: dict[int, torch.Tensor]) -> None:
+        """One copy out of a temporary."""
+        addressed, chain = addressable(copy, self.head.chains)
+        source = buffers[-1 - copy.source].reshape(-1).view(torch_dtype(chain[0]))
+        for tile in tiles(addressed, chain, STAGING_NBYTES // 2):
+            copy_strided(source, tile.src, tile, chain, buffers[copy.buffer], self._name(copy.buffer))
 
     def _name(self, buffer: int) -> str:
         count = len(self.head.tensors)

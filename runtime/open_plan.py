@@ -8,6 +8,7 @@ from pathlib import Path
 from loadplan.cache.write_file import make_folder, write_atomically
 from loadplan.runtime.check_plan import check_head, check_origin, check_section
 from loadplan.runtime.collector import paused_collector
+from loadplan.runtime.order import staged
 from loadplan.runtime.plan import Cost, Head, Origin, Report, Section
 from loadplan.runtime.plan_format import Frames, PlanError, encode
 
@@ -101,7 +102,9 @@ class Plan:
             reads += runs - (runs == 1 and (copy.source, copy.src) == end)
             end = (copy.source, copy.src + nbytes) if runs == 1 else (-1, -1)
         wanted = sum(tensor.local_type(rank).nbytes for tensor in self.head.tensors)
-        temporary = sum(kind.nbytes for kind in section.temporaries)
+        tiled = staged(section.copies, section.computes)
+        numbered = enumerate(section.temporaries, start=len(self.head.tensors))
+        temporary = sum(kind.nbytes for number, kind in numbered if number not in tiled)
         return Cost(rank, wanted, read, reads, len(section.copies), temporary, wanted + temporary)
 
     def __repr__(self) -> str:

@@ -2,12 +2,15 @@
 
     plan    ::= head section{world_size} origin?
     head    ::= files tensors aliases equal_ties chains constants model? fused* report provenance
-    section ::= buffer* copy*                  -- the rank's tensors first, then its temporaries
+    section ::= buffer* copy* compute*         -- the rank's tensors first, then its temporaries
     copy    ::= source buffer src dst run chain loop*
+    compute ::= kernel input* output* options
 
 A copy moves `run` neighbouring elements, once per turn of its loops (outermost first). Offsets and strides are in
 bytes. Copies that read files come first, by file and offset; then those that read temporaries, in the order in which
-temporaries are complete. A plan is made of plain values; `plan_format.py` turns it into bytes and back, and
+temporaries are complete. A compute makes all of its outputs, tensors or temporaries, of whole temporaries. Whatever is
+made of a temporary is a tensor or a temporary of a higher number, so buffers are complete in the order of their
+numbers (`steps`). A plan is made of plain values; `plan_format.py` turns it into bytes and back, and
 `check_plan.py` proves that every buffer is written exactly once and nothing reaches out of its file.
 """
 
@@ -166,11 +169,22 @@ class FusedModule:
 
 
 @dataclass(frozen=True, slots=True)
+class Compute:
+    """New values made of whole temporaries by a kernel (`loadplan.runtime.kernels`)."""
+
+    kernel: str  # name of a registered kernel
+    inputs: tuple[int, ...]  # numbers of temporaries, in the kernel's order
+    outputs: tuple[int, ...]  # numbers of the buffers that it makes
+    options: str = "{}"  # canonical JSON
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """What one rank does."""
 
     temporaries: tuple[TensorType, ...]  # buffers that are read again; their numbers follow those of the tensors
     copies: CopyColumns
+    computes: tuple[Compute, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +248,8 @@ class Cost:
     read_nbytes: int  # bytes read from files
     reads: int  # stretches of files, neighbouring ones joined
     copies: int  # strided copies
-    temporary_nbytes: int  # bytes of temporaries
-    peak_nbytes: int  # final tensors and temporaries together
+    temporary_nbytes: int  # bytes of temporaries that are there whole
+    peak_nbytes: int  # final tensors and these temporaries together; what is staged comes on top, and is bounded
 
     @property
     def amplification(self) -> float:

@@ -28,6 +28,7 @@ import zstandard
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.plan import (
+    Compute,
     Constant,
     CopyColumns,
     FusedModule,
@@ -183,7 +184,11 @@ def _plain(value: object) -> object:
 
 def _section_fields(section: Section) -> dict[str, object]:
     columns = {name: _column_bytes(getattr(section.copies, name)) for name in CopyColumns.COLUMNS}
-    return {"temporaries": [_type_fields(kind) for kind in section.temporaries], **columns}
+    return {
+        "temporaries": [_type_fields(kind) for kind in section.temporaries],
+        **columns,
+        "computes": [[c.kernel, list(c.inputs), list(c.outputs), c.options] for c in section.computes],
+    }
 
 
 def _origin_fields(origin: Origin) -> dict[str, object]:
@@ -339,7 +344,12 @@ def _read_section(data: _Fields) -> Section:
         raise ValueError("the columns of loops have different lengths")
     if firsts[0] != 0 or firsts[-1] != loops or any(a > b for a, b in pairwise(firsts)):
         raise ValueError("the loops of the copies do not follow each other")
-    return Section(tuple(_read_type(row) for row in data.rows("temporaries")), CopyColumns(**columns))
+    computes = tuple(
+        Compute(_text(row[0]), _numbers(row[1]), _numbers(row[2]), _text(row[3]))
+        for row in data.rows("computes")
+        if _length(row, 4)
+    )
+    return Section(tuple(_read_type(row) for row in data.rows("temporaries")), CopyColumns(**columns), computes)
 
 
 def _read_origin(data: _Fields) -> Origin:
@@ -378,6 +388,10 @@ def _text(value: object) -> str:
 
 def _texts(value: object) -> tuple[str, ...]:
     return tuple(map(_text, _list(value, "texts")))
+
+
+def _numbers(value: object) -> tuple[int, ...]:
+    return tuple(map(_count, _list(value, "buffers")))
 
 
 def _count(value: object) -> int:

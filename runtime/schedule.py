@@ -45,13 +45,20 @@ class Schedule:
         """The buffers that are not made of stretches alone."""
         return {copy.buffer for copies in (self.strided, self.later) for copy in copies}
 
+    def drop(self, buffers: Collection[int]) -> None:
+        """Leave out what writes these buffers."""
+        for number in buffers:
+            self.whole.pop(number, None)
+            self.parts.pop(number, None)
+        self.strided = [copy for copy in self.strided if copy.buffer not in buffers]
+        self.later = [copy for copy in self.later if copy.buffer not in buffers]
+
 
 def schedule(
-    copies: CopyColumns, chains: Sequence[tuple[DType, ...]], wanted: Collection[int] | None, *, expand: bool = True
+    copies: CopyColumns, chains: Sequence[tuple[DType, ...]], buffers: Collection[int] | None, *, expand: bool = True
 ) -> Schedule:
-    """The copies that the wanted buffers depend on, all if None; nothing becomes a stretch unless `expand`."""
+    """The copies that write `buffers`, all if None; nothing becomes a stretch unless `expand`."""
     found = Schedule()
-    buffers = None if wanted is None else _needed(copies, wanted)
     bits = [chain[0].bits if len(chain) == 1 else 0 for chain in chains]
     single, parts = found.whole, found.parts
     firsts = copies.first_loop
@@ -80,18 +87,6 @@ def schedule(
     for buffer in [*(single.keys() & parts.keys()), *(single.keys() & found.mixed)]:
         parts.setdefault(buffer, []).append(single.pop(buffer))
     return found
-
-
-def _needed(copies: CopyColumns, wanted: Collection[int]) -> set[int]:
-    """The wanted buffers, and the temporaries that they are made of."""
-    buffers = set(wanted)
-    for row in range(len(copies) - 1, -1, -1):  # whoever reads a temporary stands behind whoever writes it
-        source = copies.source[row]
-        if source >= 0:
-            break
-        if copies.buffer[row] in buffers:
-            buffers.add(-1 - source)
-    return buffers
 
 
 def _stretches(copy: Copy, bits: int) -> list[Stretch] | None:

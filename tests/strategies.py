@@ -31,6 +31,7 @@ from loadplan.compiler.ops import (
 )
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.plan import (
+    Compute,
     Copy,
     CopyColumns,
     FusedModule,
@@ -360,7 +361,9 @@ def sections(draw: st.DrawFn) -> Section:
     loops = st.lists(st.builds(Loop, _INT64S, _INT64S, _INT64S), max_size=3).map(tuple)
     copies = st.builds(Copy, _INT64S, _INT64S, _INT64S, _INT64S, _INT64S, _INT64S, loops)
     temporaries = draw(st.lists(tensor_types(), max_size=2).map(tuple))
-    return Section(temporaries, CopyColumns.of(draw(st.lists(copies, max_size=4))))
+    buffers = st.lists(_SIZES, max_size=3).map(tuple)
+    computes = st.lists(st.builds(Compute, _NAMES, buffers, buffers, _NAMES), max_size=2).map(tuple)
+    return Section(temporaries, CopyColumns.of(draw(st.lists(copies, max_size=4))), draw(computes))
 
 
 _TEXTS = st.text(max_size=6) | st.sampled_from(["a", "m.safetensors", "../m", "\ud800", "/", "", "weight_map"])

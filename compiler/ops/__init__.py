@@ -1,13 +1,14 @@
 """The ops that rules are written in, under the names that transformers gave them.
 
 `join.py`, `split.py` and `rearrange.py` move elements, and so do `experts.py`, `vocabulary.py` and `queries.py` for
-layouts of their own; `cast.py` makes new values. Each is a frozen dataclass with the four rules of
-`loadplan.compiler.ir.Op`; none imports torch. Write a new one the same way: `bind` what it takes from
-the config, refuse in `infer`, move in `lower`, undo in `reverse`.
+layouts of their own; `cast.py` makes new values, and so does `fold.py`, by a kernel of the runtime. Each is a
+frozen dataclass with the four rules of `loadplan.compiler.ir.Op`; none imports torch. Write a new one the same way:
+`bind` what it takes from the config, refuse in `infer`, move in `lower`, undo in `reverse`.
 """
 
 from loadplan.compiler.ops.cast import Cast
 from loadplan.compiler.ops.experts import FuseRuns, PlainFloats, SplitRuns
+from loadplan.compiler.ops.fold import FoldBatchNorm
 from loadplan.compiler.ops.join import Concatenate, MergeModulelist
 from loadplan.compiler.ops.queries import MergeMessageQueries
 from loadplan.compiler.ops.rearrange import (
@@ -35,6 +36,7 @@ __all__ = [
     "Conv3dToLinear",
     "ErnieFuseAndSplitTextVisionExperts",
     "ErnieSplitAndDecoupleTextVisionExperts",
+    "FoldBatchNorm",
     "FuseRuns",
     "Inkling2LoopDequantizeExperts",
     "Inkling2LoopMergeMessageQueries",

@@ -17,15 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import Graph, graphs, storage_numel, stored_tensor
 
-from loadplan.compiler import ops
+from loadplan.compiler import ops, pieces
 from loadplan.compiler.checkpoint import Entry
-from loadplan.compiler.ir import Binding, Config, Node, Op, ShapeError, Stored, Value, apply
+from loadplan.compiler.ir import Binding, ComputeOp, Config, Node, Op, ShapeError, Stored, Value, apply
 from loadplan.compiler.lower_graph import Lowering
 from loadplan.compiler.ops import (
     Cast,
     Chunk,
     Concatenate,
     Conv3dToLinear,
+    FoldBatchNorm,
     FuseRuns,
     Interleave,
     LinearToConv3d,
@@ -79,6 +80,10 @@ ROWS = [
     row(Concatenate(-2), "BF16[3,1,2] BF16[3,4,2] -> BF16[3,5,2]"),
     row(Concatenate(1), "I64[2,7] -> I64[2,7]"),
     row(Conv3dToLinear(3, (2, 2, 1)), "F32[5,3,2,2,1] -> F32[5,12]"),
+    row(FoldBatchNorm(), "F32[4,3,2,2] F32[4] F32[4] F32[4] F32[4] -> F32[4,3,2,2] F32[4]"),
+    row(FoldBatchNorm(0.5), "F16[3,1] F32[3] F32[3] F32[3] F64[3] I64[] -> F16[3,1] F16[3]"),
+    row(FoldBatchNorm(0), "BF16[2,2] F32[2] BF16[2] F32[2] F32[2] BF16[2] -> BF16[2,2] BF16[2]"),
+    row(FoldBatchNorm(), "F32[1,2] F32[1] F32[1] F32[1] F32[1] F32[1] I64[] -> F32[1,2] F32[1]"),
     row(FuseRuns(0, 1, 2, (2, 1)), "F32[3,2] F32[3,2] F32[3,2] F32[4,2] F32[4,2] F32[4,2] -> F32[2,7,2] F32[1,7,2]"),
     row(FuseRuns(0, 1, 1, (1, 2)), "F16[2] F16[2] F16[2] -> F16[1,2] F16[2,2]"),
     row(FuseRuns(-1, 0, 3, (1,)), "U8[2,5] U8[1,5] U8[3,5] -> U8[6,5,1]"),
@@ -226,6 +231,28 @@ REFUSED = [
         "MergeModulelist(dim=0): number 1 is BF16[2], number 0 is F32[2]; all must be alike",
     ),
     (MergeModulelist(2), "F32[2]", "MergeModulelist(dim=2): dim 2 of a tensor with 2 dims"),
+    *(
+        (FoldBatchNorm(), text, f"FoldBatchNorm(eps=1e-05): {text.replace(' ', ', ')}: {reason}")
+        for text, reason in (
+            ("F32[4,3] F32[4] F32[4] F32[4]", "not a convolution's weight and what a batch normalisation has"),
+            ("F32[] F32[] F32[] F32[] F32[]", "not a convolution's weight and what a batch normalisation has"),
+            (
+                "F32[2,2] F32[2] F32[2] F32[2] F32[2] I64[] F32[2]",
+                "not a convolution's weight and what a batch normalisation has",
+            ),
+            (
+                "F32[2,2] F32[2] F32[2] F32[2] F32[2] I64[] I64[]",
+                "not a convolution's weight and what a batch normalisation has",
+            ),
+            ("F32[4,3] F32[4] F32[4] F32[4] F32[3]", "the normalisation is not of the 4 channels that come in"),
+            ("F32[4,3] F32[4] F32[4] F32[4] I32[4]", "only F16, BF16, F32 and F64 are folded"),
+        )
+    ),
+    (
+        FoldBatchNorm(1.5),
+        "F32[1,1] F32[1] F32[1] F32[1] F32[1]",
+        "FoldBatchNorm(eps=1.5): options {'eps': '1.5'}: eps, a text from 0 to below 1, and nothing else",
+    ),
     (Permute((0, 0)), "F32[2,3]", "Permute(order=(0, 0)) of F32[2,3]: the order must name each of its 2 dims once"),
     (Permute((1, 0)), "F32[2]", "Permute(order=(1, 0)) of F32[2]: the order must name each of its 1 dims once"),
     *(
@@ -355,6 +382,13 @@ def test_types_and_elements(row: Row) -> None:
     lowering = Lowering(entries)
     for value in results:
         layout = lowering.lower(value)
+        if isinstance(row.op, ComputeOp):  # its values: tests/compiler/test_computes.py
+            made = evaluate(value, tensors)
+            assert str(TensorType(tuple(made.shape), DType(value.type.dtype))) == str(value.type)
+            assert layout == pieces.whole(
+                pieces.Source(lowering.calculations[0].outputs[value.index]), value.type.shape
+            )
+            continue
         assert layout.shape == value.type.shape
         assert np.array_equal(elements(layout, flat), whole_numbers(evaluate(value, tensors)))
 
@@ -383,6 +417,10 @@ def test_the_inverse_undoes_the_op(row: Row) -> None:
     entries, args = stored(*row.args)
     tensors, flat = numbered(entries)
     results = apply(row.op, *args)
+    if isinstance(row.op, ComputeOp):
+        with pytest.raises(ShapeError, match="makes new values"):
+            undone(results)
+        return
     if not is_undoable(results[0].node):
         with pytest.raises(ShapeError, match=r"gives \d+ of \d+ positions up: it has no inverse$"):
             undone(results)

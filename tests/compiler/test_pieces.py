@@ -57,9 +57,7 @@ def check_graph(graph: Graph, tensors: Sequence[PlanTensor], values: Sequence[Va
         stored[entry.name] = stored_tensor(entry, storage)
     lowering, chains = Lowering(graph.entries), Chains()
     layouts = [(tensor, lowering.lower(value)) for tensor, value in zip(tensors, values, strict=True)]
-    sections = [
-        lower_rank(rank, layouts, lowering.temporaries, graph.entries, {FILE: 0}, chains) for rank in range(ranks)
-    ]
+    sections = [lower_rank(rank, layouts, lowering, graph.entries, {FILE: 0}, chains) for rank in range(ranks)]
     files = (PlanFile(FILE, len(file), "safetensors", (), ""),)
     head = Head(files, tuple(tensors), (), (), tuple(chains.found), ranks)
     assert list(check_head(head)) == []
@@ -234,10 +232,7 @@ def test_barriers_are_used_and_cut_to_the_rows_that_a_rank_reads(limit: int, mon
     lowering = Lowering(graph.entries)
     layouts = [(PlanTensor("w", value.type, 0, held), lowering.lower(value))]
     small, large = (
-        sum(
-            kind.nbytes
-            for kind in lower_rank(rank, layouts, lowering.temporaries, graph.entries, {FILE: 0}, Chains()).temporaries
-        )
+        sum(kind.nbytes for kind in lower_rank(rank, layouts, lowering, graph.entries, {FILE: 0}, Chains()).temporaries)
         for rank in range(2)
     )
     assert small < large <= sum(prod(t.layout.shape) * t.dtype.itemsize for t in lowering.temporaries)
@@ -261,7 +256,7 @@ def test_neighbours_of_one_source_are_one_copy() -> None:
     (whole,) = apply(Stored("t", kind))
     parts = [apply(Slice(0, low, high), whole)[0] for low, high in ((0, 1), (1, 4), (4, 6))]
     layouts = [(PlanTensor("w", kind), Lowering(entries).lower(apply(Concatenate(0), *parts)[0]))]
-    (copy,) = lower_rank(0, layouts, (), entries, {FILE: 0}, Chains()).copies
+    (copy,) = lower_rank(0, layouts, Lowering(entries), entries, {FILE: 0}, Chains()).copies
     assert (copy.src, copy.dst, copy.run, copy.loops) == (16, 0, 12, ())
 
 
@@ -274,9 +269,7 @@ def test_a_temporary_that_no_target_of_the_rank_reads_is_not_made(monkeypatch: p
         (PlanTensor("a", plain.type), lowering.lower(plain)),
         (PlanTensor("b", value.type, 0, (((0, value.type.shape[0]),), ())), lowering.lower(value)),
     ]
-    first, second = (
-        lower_rank(rank, layouts, lowering.temporaries, graph.entries, {FILE: 0}, Chains()) for rank in range(2)
-    )
+    first, second = (lower_rank(rank, layouts, lowering, graph.entries, {FILE: 0}, Chains()) for rank in range(2))
     assert first.temporaries and second.temporaries == ()
 
 
@@ -377,7 +370,7 @@ def test_a_cut_through_a_byte_of_packed_elements_is_refused(
     (value,) = apply(op, *apply(Stored("q", entries["q"].type)))
     layouts = [(PlanTensor("w", value.type), Lowering(entries).lower(value))]
     with pytest.raises(CompileError, match=f"^.*\\n  dtype: w: {dtype} elements are packed into bytes.* of q "):
-        lower_rank(0, layouts, (), entries, {FILE: 0}, Chains())
+        lower_rank(0, layouts, Lowering(entries), entries, {FILE: 0}, Chains())
 
 
 @pytest.mark.parametrize("dtype", [DType.F4, DType.F6_E3M2])
@@ -388,7 +381,7 @@ def test_whole_bytes_of_packed_elements_move(dtype: DType) -> None:
     (value,) = apply(Slice(1, 4, 12), joined)
     chains = Chains()
     layouts = [(PlanTensor("w", value.type), Lowering(entries).lower(value))]
-    section = lower_rank(0, layouts, (), entries, {FILE: 0}, chains)
+    section = lower_rank(0, layouts, Lowering(entries), entries, {FILE: 0}, chains)
     row, half = 8 * dtype.bits // 8, 4 * dtype.bits // 8
     assert [(c.src, c.dst, c.run, [tuple(loop) for loop in c.loops]) for c in section.copies] == [
         (7 + half, 0, 4, [(3, row, row)]),

@@ -6,6 +6,7 @@ such as loops that go nowhere.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from strategies import tilings
 
 from loadplan.compiler import pieces
-from loadplan.compiler.ops import Chunk, Concatenate, MergeModulelist, Reshape, Transpose
+from loadplan.compiler.ops import Chunk, Concatenate, FoldBatchNorm, MergeModulelist, Reshape, Transpose
 from loadplan.compiler.pipeline import compile_plan
 from loadplan.compiler.recipe import Recipe
 from loadplan.compiler.rules import WeightConverter
@@ -30,7 +31,7 @@ from loadplan.runtime.check_plan import Area as ProvedArea
 from loadplan.runtime.check_plan import check_head, check_section, covers
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.open_plan import Plan
-from loadplan.runtime.plan import Copy, CopyColumns, Head, Loop, PlanFile, PlanTensor, Report, Section
+from loadplan.runtime.plan import Compute, Copy, CopyColumns, Head, Loop, PlanFile, PlanTensor, Report, Section
 from loadplan.runtime.plan_format import PlanError
 from loadplan.runtime.tensor_type import TensorType
 
@@ -49,13 +50,21 @@ def simulate(head: Head, section: Section, rank: int) -> None:
     kinds = [*(tensor.local_type(rank) for tensor in head.tensors), *section.temporaries]
     sizes = [prod(kind.shape) * BITS[kind.dtype] // 8 for kind in kinds]
     times = [bytearray(size) for size in sizes]  # how often each byte was written
+    computes = list(section.computes)
     for copy in section.copies:
+        for compute in [c for c in computes if -1 - copy.source in c.outputs]:
+            _simulate_compute(compute, kinds, times)
+            computes.remove(compute)
         if not (0 <= copy.chain < len(head.chains) and 0 <= copy.buffer < len(kinds)):
             raise Unsound("chain or buffer")
         chain = head.chains[copy.chain]
         if chain[-1] != kinds[copy.buffer].dtype:
             raise Unsound("dtype of the buffer")
-        if copy.source >= len(head.files) or -1 - copy.source >= len(kinds):
+        if (
+            copy.source >= len(head.files)
+            or -1 - copy.source >= len(kinds)
+            or 0 <= -1 - copy.source < len(head.tensors)
+        ):
             raise Unsound("source")
         if copy.source < 0 and kinds[-1 - copy.source].dtype != chain[0]:
             raise Unsound("dtype of the temporary")
@@ -72,8 +81,31 @@ def simulate(head: Head, section: Section, rank: int) -> None:
                 if times[copy.buffer][place]:
                     raise Unsound("written twice")
                 times[copy.buffer][place] = 1
+    for compute in computes:
+        _simulate_compute(compute, kinds, times)
     if any(0 in found for found in times):
         raise Unsound("never written")
+
+
+def _simulate_compute(compute: Compute, kinds: list[TensorType], times: list[bytearray]) -> None:
+    """The only kernel there is, on tensors of two dims."""
+    if compute.kernel != "fold_batch_norm" or json.loads(compute.options) != {"eps": "0.5"}:
+        raise Unsound("kernel or options")
+    if any(number >= len(kinds) for number in (*compute.inputs, *compute.outputs)):
+        raise Unsound("reaches outside")
+    if any(set(times[number]) - {1} for number in compute.inputs):
+        raise Unsound("reads what is not written yet")
+    weight, *others = (kinds[number] for number in compute.inputs)
+    floats = {DType.F16, DType.BF16, DType.F32, DType.F64}
+    right = len(weight.shape) == 2 and weight.dtype in floats and len(others) in (4, 5)
+    if not right or any(kind.shape != weight.shape[:1] or kind.dtype not in floats for kind in others):
+        raise Unsound("types of the inputs")
+    if [kinds[number] for number in compute.outputs] != [weight, TensorType(weight.shape[:1], weight.dtype)]:
+        raise Unsound("types of the outputs")
+    for number in compute.outputs:
+        if any(times[number]):
+            raise Unsound("written twice")
+        times[number][:] = b"\1" * len(times[number])
 
 
 def _stretches(copy: Copy, stored: int, final: int, *, is_file: bool) -> Iterator[tuple[range, range]]:
@@ -121,6 +153,12 @@ def _plan(folder: Path, name: str) -> Plan:
             return compile_plan(location)
         case "converted":
             return compile_plan(location, recipe, target=Target(dtype="bfloat16"))
+        case "computed":
+            norm = {f"n.{number}": raw("F32", 4, seed=number) for number in range(4)}
+            write_shards(folder, {"a.safetensors": {"c": raw("BF16", 4, 2), "d": raw("F32", 4, 2), **norm}})
+            recipe = Recipe([WeightConverter(["c", *norm], ["w", "b"], [FoldBatchNorm(0.5)])])
+            target = Target(dtype="bfloat16", tp_size=2, tp_plan={"w": "colwise"})
+            return compile_plan(location, recipe, target=target)
         case "sharded":
             target = Target(tp_size=2, tp_plan={"q": "rowwise", "k": "colwise", "e.*.w": "rowwise", "n": "replicated"})
             return compile_plan(location, target=target)
@@ -129,7 +167,7 @@ def _plan(folder: Path, name: str) -> Plan:
             return compile_plan(location, recipe, target=target)
 
 
-PLANS = ("plain", "converted", "sharded", "both", "materialized")
+PLANS = ("plain", "converted", "sharded", "both", "computed", "materialized")
 
 
 @pytest.fixture(params=PLANS)
@@ -149,13 +187,14 @@ def test_compiled_plans_prove(plan: Plan) -> None:
 
 def test_plans_use_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the mutations below have something to change."""
-    sections = [_plan(tmp_path, name).section(0) for name in PLANS[:4]]
+    sections = [_plan(tmp_path, name).section(0) for name in PLANS[:-1]]
     monkeypatch.setattr(pieces, "MAX_PIECES", 3)
     made = _plan(tmp_path, "materialized").section(1)
     assert made.temporaries and any(copy.source < 0 for copy in made.copies)
     copies = [copy for section in sections for copy in section.copies]
     assert max(len(copy.loops) for copy in copies) >= 2
-    assert len({copy.chain for copy in copies}) > 3 and len({copy.source for copy in copies}) == 2
+    assert len({copy.chain for copy in copies}) > 3 and {0, 1} < {copy.source for copy in copies}
+    assert any(section.computes for section in sections)
 
 
 def _changed(section: Section, name: str, row: int, value: int) -> Section:
@@ -187,8 +226,29 @@ def _mutations(section: Section) -> Iterator[Section]:
             TensorType((4,), DType.I8),
         ):
             yield replace(section, temporaries=(*section.temporaries[:at], other, *section.temporaries[at + 1 :]))
+    for at, compute in enumerate(section.computes):
+        without = (*section.computes[:at], *section.computes[at + 1 :])
+        yield replace(section, computes=without)
+        yield replace(section, computes=(*section.computes, compute))
+        yield from (replace(section, computes=(*without, changed)) for changed in _changed_computes(compute))
     yield replace(section, temporaries=(*section.temporaries, TensorType((2,), DType.F32)))
     yield replace(section, temporaries=section.temporaries[:-1])
+
+
+def _changed_computes(compute: Compute) -> Iterator[Compute]:
+    yield replace(compute, kernel="other")
+    yield replace(compute, options='{"eps":"7"}')
+    for inputs in _changed_numbers(compute.inputs):
+        yield replace(compute, inputs=inputs)
+    for outputs in _changed_numbers(compute.outputs):
+        yield replace(compute, outputs=outputs)
+
+
+def _changed_numbers(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    yield numbers[:-1]
+    yield (*numbers, numbers[0])
+    for place, value in product(range(len(numbers)), (*range(12), 2**62)):
+        yield (*numbers[:place], value, *numbers[place + 1 :])
 
 
 def test_mutations_are_found(plan: Plan) -> None:

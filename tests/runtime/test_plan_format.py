@@ -23,6 +23,7 @@ from strategies import heads, sections
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import (
+    Compute,
     Constant,
     Copy,
     CopyColumns,
@@ -54,7 +55,7 @@ HEAD = Head(
 SECTIONS = tuple(
     Section((), CopyColumns.of([Copy(0, 0, 100 + 8 * rank, 0, 2, 0, (Loop(2, 16, 4),))])) for rank in range(2)
 )
-DIGEST = "0d424937030834915b93c09f4f03c48831cb785e169bf495103837deb4cf2999"
+DIGEST = "40892788736a5657254148033f489a9590c47cfecc53e4452704176f0badd6ac"
 
 
 def frames_of(data: bytes) -> list[bytes]:
@@ -131,17 +132,24 @@ def test_literal_bytes() -> None:
             "extent": int64s(2),
             "src_step": int64s(16),
             "dst_step": int64s(4),
+            "computes": [],
         }
     assert first.hex() == (
-        "8bab74656d706f72617269657390a6736f75726365c4080000000000000000a6627566666572c4080000000000000000a373"
+        "8cab74656d706f72617269657390a6736f75726365c4080000000000000000a6627566666572c4080000000000000000a373"
         "7263c4086400000000000000a3647374c4080000000000000000a372756ec4080200000000000000a5636861696ec4080000"
         "000000000000aa66697273745f6c6f6f70c41000000000000000000100000000000000a6657874656e74c408020000000000"
-        "0000a87372635f73746570c4081000000000000000a86473745f73746570c4080400000000000000"
+        "0000a87372635f73746570c4081000000000000000a86473745f73746570c4080400000000000000a8636f6d707574657390"
     )
     whole = hashlib.sha256(
         b"LOADPLAN" + struct.pack("<I", 2) + b"".join(hashlib.sha256(f).digest() for f in (head, first, second))
     )
     assert digest == whole.hexdigest() == DIGEST
+
+
+def test_literal_computes() -> None:
+    section = Section((), CopyColumns.of([]), (Compute("fold", (1, 2), (0,), '{"eps":"0.1"}'), Compute("k", (), ())))
+    _, frame = frames_of(encode(replace(HEAD, world_size=1), (section,))[0])
+    assert msgpack.unpackb(frame)["computes"] == [["fold", [1, 2], [0], '{"eps":"0.1"}'], ["k", [], [], "{}"]]
 
 
 def test_literal_file_opens() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.plan import Copy, CopyColumns, Loop
+from loadplan.runtime.order import needed
+from loadplan.runtime.plan import Copy, CopyColumns, Loop, Section
 from loadplan.runtime.schedule import Stretch, schedule, span, tiles
 
 CHAINS = ((DType.F32,), (DType.F32, DType.BF16), (DType.F4,))
@@ -91,6 +92,7 @@ def test_what_temporaries_need(wanted: set[int]) -> None:
         Copy(-4, 2, 0, 0, 2, 0, ()),
         Copy(-3, 0, 0, 0, 2, 0, ()),
     ]
-    found = schedule(CopyColumns.of(rows), CHAINS, wanted)
+    columns = CopyColumns.of(rows)
+    found = schedule(columns, CHAINS, needed(Section((), columns), wanted))
     assert set(found.whole) == {n for n, need in ((1, 1 in wanted), (3, 0 in wanted)) if need}
     assert found.later == (rows[2:] if 0 in wanted else [])
