@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loadplan.compiler.ops import Concatenate, Conv3dToLinear, Reshape
+from loadplan.compiler.ops import Concatenate, Conv3dToLinear, FoldBatchNorm, Reshape
 from loadplan.compiler.rules import WeightConverter, WeightRenaming
 
 FusionRule = WeightConverter | WeightRenaming
@@ -58,7 +58,25 @@ class FlattenPatches:
         return tuple(rules)
 
 
-FAMILIES: Mapping[str, JoinLinears | FlattenPatches] = {
+@dataclass(frozen=True, slots=True)
+class FoldNorms:
+    """Each convolution with the normalisation behind it as one convolution with a bias."""
+
+    def make_transforms(self, config: object, *, pairs: Sequence[Mapping[str, object]]) -> tuple[FusionRule, ...]:
+        """`pairs`: of each, the children `conv` and `norm`, `eps` of the latter as a text, and what tensors there are:
+        `bias` of the convolution, `counter` of batches of the normalisation."""
+        return tuple(self._fold(**pair) for pair in pairs)  # type: ignore[arg-type]
+
+    def _fold(self, *, conv: str, norm: str, eps: str, bias: bool, counter: bool) -> WeightConverter:
+        sources = [(conv, "weight"), *((norm, kind) for kind in ("weight", "bias", "running_mean", "running_var"))]
+        sources += [(conv, "bias")] if bias else []
+        sources += [(norm, "num_batches_tracked")] if counter else []
+        patterns = [_exactly(child, kind) for child, kind in sources]
+        return WeightConverter(patterns, [f"{conv}.weight", f"{conv}.bias"], [FoldBatchNorm(float(eps))])
+
+
+FAMILIES: Mapping[str, JoinLinears | FlattenPatches | FoldNorms] = {
+    "conv_bn": FoldNorms(),
     "gate_up": JoinLinears("gate_up_proj"),
     "patch_embeddings": FlattenPatches(),
     "patch_embeddings_2d": FlattenPatches(),
