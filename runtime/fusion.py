@@ -155,10 +155,11 @@ def fusion_rules(fused: FusedModule, config: object = None) -> tuple[object, ...
 
 
 def _family_rules(fused: FusedModule) -> Callable[..., Sequence[object]]:
-    family = find_fusion(fused.family)
     with _lock:
         is_built_in = fused.family in _BUILT_IN and fused.family not in _registered
-    half = _packaged(own=True).get(fused.family) if is_built_in else family
+    half = (
+        _packaged(own=True).get(fused.family) if is_built_in else find_fusion(fused.family)
+    )  # the former needs no torch
     rules: Callable[..., Sequence[object]] | None = getattr(half, "make_transforms", None)
     if rules is None:
         raise FusionError(f"fusion {fused.family!r} has no make_transforms: it can be loaded, not compiled for")
