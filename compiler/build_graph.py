@@ -41,7 +41,7 @@ def build_graph(
     broken: list[Conversion] = []
     for conversion in routing.conversions:
         try:
-            made = _convert(conversion, stored, declared, config)
+            made = convert_operands(conversion, stored, declared, config)
         except ShapeError as error:
             message = f"{', '.join(conversion.targets)}: {error}"
             broken.append(conversion)
@@ -52,7 +52,7 @@ def build_graph(
     return products, broken, problems
 
 
-def _convert(
+def convert_operands(
     conversion: Conversion, stored: Mapping[str, Value], declared: Mapping[str, TensorType], config: Config
 ) -> list[tuple[str, Value]]:
     """Target names with their values. Raises `ShapeError`."""

@@ -1,8 +1,9 @@
-"""The compiler, read aloud: read, route, build, match, shard, lower, assemble, prove."""
+"""The compiler, read aloud: read, route, build, match, shard, fuse, lower, assemble, prove."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,6 +13,7 @@ from loadplan.cache.digest import digest_bytes, digest_json
 from loadplan.compiler.build_graph import build_graph
 from loadplan.compiler.checkpoint import Checkpoint
 from loadplan.compiler.compose_recipe import compose_recipe
+from loadplan.compiler.fuse_targets import fuse_targets, rules_digest
 from loadplan.compiler.lower_graph import Chains, Lowering, lower_rank
 from loadplan.compiler.match_targets import Matched, match_targets
 from loadplan.compiler.problem import CompileError, Problem
@@ -24,6 +26,7 @@ from loadplan.compiler.signature import Signature, SignatureError, UnknownArchit
 from loadplan.compiler.target import Target
 from loadplan.runtime.check_plan import check_head, check_section
 from loadplan.runtime.dtype import DType
+from loadplan.runtime.fusion import FusionError
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Head, ModelRecord, Origin, PlanFile, PlanSource, PlanTensor, Report, Section
 from loadplan.runtime.plan_format import FORMAT
@@ -44,7 +47,8 @@ def compile_plan(
         checkpoint: a folder, file, index or `pkg://PACKAGE/SUBFOLDER`, or what `read_checkpoint` gave.
         recipe: a recipe or the name of one; None finds it by the class and model type in config.json, and takes names
             as they are when there is none.
-        signature: what the model wants: a `Signature`, a module (on the meta device), or name -> (shape, dtype).
+        signature: what the model wants: a `Signature`, a module (on the meta device), or name -> (shape, dtype). The
+            original model, also where `target` says that modules of it are fused.
             `"recipe"` wants whatever the recipe makes. None asks transformers for the class in config.json, and is
             `"recipe"` when transformers is not installed or does not know it; the report then says so.
         target: dtype, ranks and strictness; None is one rank, dtypes as the signature declares them.
@@ -73,7 +77,10 @@ def _choose_signature(
     if isinstance(signature, Mapping):
         return Signature.of(signature), ()
     if signature is not None:
-        return Signature.from_module(signature), ()
+        try:
+            return Signature.from_module(signature, target.fusion_config), ()
+        except FusionError as error:
+            raise CompileError([Problem("option", str(error))]) from error
     model, note = signature_of_config(checkpoint, target)
     return model, (note,) if note else ()
 
@@ -115,12 +122,14 @@ def signature_of_config(checkpoint: Checkpoint, target: Target) -> tuple[Signatu
     """What the model in config.json wants; or None, and why it is not known.
 
     Raises:
-        CompileError: transformers knows the class, and cannot build it from this config.
+        CompileError: transformers knows the class, and cannot build it from this config, or not with these fusions.
     """
     if checkpoint.config is None or "architectures" not in checkpoint.config:
         return None, "no signature: no config.json names an architecture; targets are what the recipe makes"
     try:
-        return Signature.from_config(checkpoint.config, model_dtype(checkpoint, target)), ""
+        return Signature.from_config(checkpoint.config, model_dtype(checkpoint, target), target.fusion_config), ""
+    except FusionError as error:
+        raise CompileError([Problem("option", str(error))]) from error
     except UnknownArchitecture as error:
         return None, f"no signature: {error}; targets are what the recipe makes"
     except SignatureError as error:
@@ -163,9 +172,28 @@ def resolve(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | None,
     matched = match_targets(products, _targets_of((*routing.broken, *misfits), declared), signature, recipe, target)
     tensors, unsharded = shard_targets(matched, recipe, target)
     problems = [*routing.problems, *problems, *matched.problems, *unsharded]
+    problems += _refused_fusions(signature, target)
     if problems:
         raise CompileError(problems)
-    return Resolved(routing, matched, tuple(tensors))
+    if signature is None or not signature.fusions:
+        return Resolved(routing, matched, tuple(tensors))
+    fused, made, problems = fuse_targets(matched, tensors, signature, config)
+    if problems:
+        raise CompileError(problems)
+    return Resolved(routing, fused, made)
+
+
+def _refused_fusions(signature: Signature | None, target: Target) -> list[Problem]:
+    """Fusions that are asked for, and that the signature does not have."""
+    asked = {name for name, value in (target.fusion_config or {}).items() if value is not False}
+    found = {one.family for one in signature.fusions} if signature else set()
+    if target.fusions is None or asked == found:
+        return []
+    if signature is None or not signature.model_class:
+        why = "they are found in a model, and none is known: pass it as signature, as a module on the meta device"
+    else:
+        why = f"the signature was made with {sorted(found) or 'none'}: make it with these, or pass the module itself"
+    return [Problem("option", f"fusions {sorted(asked)}: {why}")]
 
 
 def compile_parts(
@@ -187,13 +215,22 @@ def compile_parts(
         equal_ties=tuple(resolved.matched.equal_ties),
         chains=chains,
         world_size=target.world_size,
-        constants=signature.constants if signature else (),
+        constants=(signature.fused or signature).constants if signature else (),
         model=_record(checkpoint, signature),
+        fusions=signature.fusions if signature else (),
         provenance=tuple(provenance(checkpoint, recipe, signature, target).items()),
-        report=_report(checkpoint, resolved, notes),
+        report=_report(checkpoint, resolved, (*notes, *_fusion_notes(signature, target))),
     )
     _prove(head, sections)
     return Plan.of(head, sections, _origin(checkpoint))
+
+
+def _fusion_notes(signature: Signature | None, target: Target) -> Iterator[str]:
+    """For the report: what was fused, and what that does to values."""
+    families = Counter(one.family for one in signature.fusions) if signature else Counter[str]()
+    asked_by = "config.json" if target.fusions is None else "the target"
+    for family, count in sorted(families.items()):
+        yield f"fused by {family}, as {asked_by} asks: {count} modules"
 
 
 def _record(checkpoint: Checkpoint, signature: Signature | None) -> ModelRecord | None:
@@ -257,6 +294,11 @@ def provenance(checkpoint: Checkpoint, recipe: Recipe, signature: Signature | No
         "recipe": recipe.digest,
         "signature": signature.digest if signature else "",
         "target": target.digest,
+        **(
+            {"fusions": rules_digest(signature, parse_config(checkpoint.config))}
+            if signature and signature.fusions
+            else {}
+        ),
         **beside,
         "format": str(FORMAT),
     }

@@ -14,7 +14,7 @@ class Problem:
     """One fault of a checkpoint, recipe or target.
 
     `kind` is a stable word to match on (`missing`, `unexpected`, `duplicate`, `hole`, `shape`, `dtype`, `shard`,
-    `rule`, `unbound`, `file`, `header`, `index`, `config`, `option`); `message` says the rest for a person.
+    `rule`, `unbound`, `fusion`, `file`, `header`, `index`, `config`, `option`); `message` says the rest for a person.
     """
 
     kind: str

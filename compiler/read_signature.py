@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ from loadplan.runtime.build_model import (
     record_of,
 )
 from loadplan.runtime.dtype import DType
+from loadplan.runtime.fusion import find_fusions, fuse_modules
 from loadplan.runtime.memory import memory_of
 from loadplan.runtime.plan import Constant
 from loadplan.runtime.tensor_type import TensorType
@@ -28,13 +30,37 @@ from loadplan.runtime.torch_types import dtype_of
 _MAX_CONSTANT_NBYTES = 16 << 20  # a buffer larger than this is a mask, which models make when they run
 
 
-def read_module(module: nn.Module) -> Signature:
+def read_module(module: nn.Module, fusion_config: Mapping[str, object] | None = None) -> Signature:
     """The signature of `module`; shapes and dtypes are those of its parameters and buffers as they are.
 
     A plain module that holds one model of transformers and nothing else is that model: its own path is no part of
     names, so that rules find what they are written for (cases B09). Load into the model inside.
+
+    Raises:
+        FusionError: the fusions are unknown, in conflict, or find nothing to fuse.
     """
     module = _unwrapped(module)
+    signature = _read(module)
+    fusions = find_fusions(module, fusion_config)
+    if not fusions:
+        return signature
+    copy = _meta_copy(module)
+    fuse_modules(copy, fusions)
+    return replace(signature, fusions=fusions, fused=_read(copy))
+
+
+def _meta_copy(module: nn.Module) -> nn.Module:
+    """`module` with its parameters, and the buffers of its state dict, on the meta device: the same names and ties."""
+    state = module.state_dict(keep_vars=True)
+    held: dict[int, object] = {}
+    for tensor in (*module.parameters(), *state.values()):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        held[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return deepcopy(module, held)
+
+
+def _read(module: nn.Module) -> Signature:
     state = module.state_dict(keep_vars=True)
     tensors = tuple((name, _type(name, tensor)) for name, tensor in state.items())
     owners: dict[int, list[str]] = defaultdict(list)
@@ -80,15 +106,19 @@ def _submodels(module: nn.Module) -> Iterator[Submodel]:
             yield Submodel(path, type(inner).__name__, model_type, is_custom)
 
 
-def read_config(config: Mapping[str, object], dtype: object | None = None) -> Signature:
+def read_config(
+    config: Mapping[str, object], dtype: object | None = None, fusion_config: Mapping[str, object] | None = None
+) -> Signature:
     """The signature of the transformers model that `config` names, built on the meta device in `dtype`.
 
     `dtype` None is the config's own (`dtype`, or `torch_dtype` in older files), else float32. Parameters that the class
-    keeps in float32 are declared so (transformers_spec 3.3, by whole name components).
+    keeps in float32 are declared so (transformers_spec 3.3, by whole name components). `fusion_config` None is the
+    config's own.
 
     Raises:
         UnknownArchitecture: transformers is not installed, or has no such class.
         SignatureError: the class cannot be built from this config.
+        FusionError: the fusions are unknown, in conflict, or find nothing to fuse.
     """
     try:
         model = build_model(config, dtype)
@@ -96,12 +126,17 @@ def read_config(config: Mapping[str, object], dtype: object | None = None) -> Si
         raise UnknownArchitecture(str(error)) from error
     except ModelError as error:
         raise SignatureError(str(error)) from error
-    return replace(read_pretrained(model), model=record_config(type(model).__name__, config, model))
+    signature = replace(read_pretrained(model), model=record_config(type(model).__name__, config, model))
+    fusions = find_fusions(model, config.get("fusion_config") or {} if fusion_config is None else fusion_config)
+    if not fusions:
+        return signature
+    fuse_modules(model, fusions)
+    return replace(signature, fusions=fusions, fused=read_pretrained(model))
 
 
 def read_pretrained(model: nn.Module) -> Signature:
     """The signature of a transformers model, with what its classes keep in float32 declared so."""
-    signature = _keep_in_float32(read_module(model), model, getattr(model, "dtype", torch.float32))
+    signature = _keep_in_float32(_read(_unwrapped(model)), model, getattr(model, "dtype", torch.float32))
     small = {name for name, buffer in model.named_buffers() if _is_small(buffer)}
     computed = (_constant(name, value) for name, value in compute_buffers(model, small))
     return replace(signature, constants=(*signature.constants, *computed))

@@ -10,7 +10,7 @@ from loadplan.cache.digest import digest_json
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.patterns import PatternError
 from loadplan.compiler.recipe import parse_dtype
-from loadplan.runtime.plan import Constant, ModelRecord
+from loadplan.runtime.plan import Constant, FusedModule, ModelRecord
 from loadplan.runtime.tensor_type import TensorType
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Signature:
     model_class: str = ""  # name, for messages and for whoever builds the model
     submodels: tuple[Submodel, ...] = ()  # those of transformers, outer ones first
     model: ModelRecord | None = None  # what builds the model again, where its class is a library's
+    fusions: tuple[FusedModule, ...] = ()  # modules that are built as fused ones
+    fused: Signature | None = None  # of the model with these; None when there are none
 
     @classmethod
     def of(cls, tensors: Mapping[str, object], ties: Iterable[Iterable[str]] = ()) -> Signature:
@@ -58,23 +60,38 @@ class Signature:
         return cls(tuple((name, _type(name, value)) for name, value in tensors.items()), tuple(map(tuple, ties)))
 
     @classmethod
-    def from_module(cls, module: nn.Module) -> Signature:
-        """From a module, best built under `torch.device("meta")`; names that share a tensor are tied."""
+    def from_module(cls, module: nn.Module, fusion_config: Mapping[str, object] | None = None) -> Signature:
+        """From a module, best built under `torch.device("meta")`; names that share a tensor are tied.
+
+        `fusion_config` says what is fused (`loadplan.runtime.fusion`); None is the module's `config.fusion_config`. The
+        module stays as it is.
+
+        Raises:
+            FusionError: the fusions are unknown, in conflict, or find nothing to fuse.
+        """
         from loadplan.compiler.read_signature import read_module
 
-        return read_module(module)
+        return read_module(module, fusion_config)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, object], dtype: object | None = None) -> Signature:
+    def from_config(
+        cls,
+        config: Mapping[str, object],
+        dtype: object | None = None,
+        fusion_config: Mapping[str, object] | None = None,
+    ) -> Signature:
         """From a config.json through transformers, which must be installed and know the architecture.
+
+        `fusion_config` says what is fused; None is the config's own.
 
         Raises:
             UnknownArchitecture: it is not, or does not.
             SignatureError: it does, and cannot build the class from this config.
+            FusionError: the fusions are unknown, in conflict, or find nothing to fuse.
         """
         from loadplan.compiler.read_signature import read_config
 
-        return read_config(config, dtype)
+        return read_config(config, dtype, fusion_config)
 
     @property
     def digest(self) -> str:
@@ -94,6 +111,8 @@ class Signature:
                 [model.path, model.class_name, model.model_type, model.is_custom] for model in self.submodels
             ],
             "model": None if self.model is None else [*_record_texts(self.model)],
+            "fusions": [[one.path, one.family, one.options] for one in self.fusions],
+            "fused": None if self.fused is None else self.fused.to_json(),
         }
 
     @classmethod
@@ -118,6 +137,8 @@ class Signature:
                     Submodel(str(path), str(name), str(kind), bool(custom)) for path, name, kind, custom in submodels
                 ),
                 _read_record(data.get("model")),
+                _read_fusions(data["fusions"]),
+                None if data["fused"] is None else _read_fused(data["fused"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SignatureError(f"not a stored signature: {error}") from error
@@ -135,6 +156,18 @@ def _read_record(value: object) -> ModelRecord | None:
         raise TypeError("not a model")
     library, class_name, dtype, config, generation = map(str, value)
     return ModelRecord(library, class_name, dtype, config.encode(), generation.encode())
+
+
+def _read_fusions(value: object) -> tuple[FusedModule, ...]:
+    if not isinstance(value, list):
+        raise TypeError("not fusions")
+    return tuple(FusedModule(str(path), str(family), str(options)) for path, family, options in value)
+
+
+def _read_fused(value: object) -> Signature:
+    if not isinstance(value, dict) or value.get("fused") is not None:
+        raise TypeError("not the signature of a fused model")
+    return Signature.from_json(value)
 
 
 def _type(name: str, value: object) -> TensorType:

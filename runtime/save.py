@@ -6,6 +6,11 @@ bit for bit if values are unchanged: headers, index and config are those of the 
 that was cast when it was loaded is cast back, so it has the stored dtype and the model's values. Stored tensors that
 the plan waived are left out, and header and index then say so.
 
+Fused modules come apart again. What a kernel made of stored tensors cannot be undone, and is given back as tensors that
+would make the same: a batch normalisation that was folded into its convolution is saved as one that changes nothing but
+the bias (mean 0, weight 1, variance so that it scales by 1), beside the folded weight. Names, shapes and dtypes are the
+original ones, and outputs are equal within a few roundings of the stored dtype; a warning says how many there are.
+
 All files are written and synced in a folder of their own inside the given one before the first is renamed to its
 place, weights first, the index last. Until then a failure leaves the folder as it was. Renames take no space and no
 time to speak of; a machine that dies between two of them leaves some files new and some old, each of them whole.
@@ -32,9 +37,10 @@ from loadplan.runtime.artifact import PLAN_NAME, Artifact, open_any
 from loadplan.runtime.cast import refuse_overflow
 from loadplan.runtime.check_plan import Area, covers
 from loadplan.runtime.dtype import DType
+from loadplan.runtime.kernels import find_kernel, parse_options
 from loadplan.runtime.memory import same_bytes
 from loadplan.runtime.open_plan import Plan
-from loadplan.runtime.plan import Copy, Origin, PlanSource, Section
+from loadplan.runtime.plan import Compute, Copy, Origin, PlanSource, Section
 from loadplan.runtime.plan_format import PlanError
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import dtype_of, torch_dtype, torch_layout
@@ -238,6 +244,13 @@ def _original_files(states: Sequence[State], plan: Plan) -> Files:
     if left:
         logger.warning("not saved, the checkpoint has no such tensors: %s", ", ".join(left))
     restored = _restored(plan, origin)
+    folded = len(plan.section(0).computes)
+    if folded:
+        logger.warning(
+            "%d batch normalisations were folded into their convolutions: they are saved as equivalent ones, "
+            "whose mean is 0 and whose scale is 1",
+            folded,
+        )
     try:
         layouts = [_FileLayout(number, origin, tree, restored) for number, tree in enumerate(trees)]
         others = _others(origin, restored)
@@ -300,9 +313,16 @@ def _json_object(content: bytes, name: str) -> dict[str, object]:
 def _saved_buffers(plan: Plan, section: Section, rank: int) -> set[int]:
     """The buffers of `rank` whose content goes to the files: of what all ranks hold, only the first rank's."""
     saved = {number for number, tensor in enumerate(plan.head.tensors) if rank == 0 or tensor.shard_dim >= 0}
-    for copy in reversed(list(section.copies)):  # whoever reads a temporary stands behind whoever writes it
-        if copy.source < 0 and copy.buffer in saved:
-            saved.add(-1 - copy.source)
+    readers: dict[int, set[int]] = defaultdict(set)
+    for copy in section.copies:
+        if copy.source < 0:
+            readers[-1 - copy.source].add(copy.buffer)
+    for compute in section.computes:
+        for number in compute.inputs:
+            readers[number].update(compute.outputs)
+    for number in sorted(readers, reverse=True):  # what is made of a temporary has a higher number, or is a tensor
+        if not saved.isdisjoint(readers[number]):
+            saved.add(number)
     return saved
 
 
@@ -330,6 +350,16 @@ def _restored(plan: Plan, origin: Origin) -> list[PlanSource]:
             if source.type.dtype != stored:
                 raise PlanError(f"a copy reads {source.name!r} as {stored}, the plan says it is {source.type}")
             areas[source.name].append(_read_area(copy, source.offset, stored))
+        for compute in section.computes:
+            if saved.isdisjoint(compute.outputs):
+                continue
+            if not saved.issuperset(compute.outputs):
+                raise SaveError(
+                    f"the plan cannot be run backwards: of what {compute.kernel} makes, rank {rank} holds one part alone and "
+                    "others with all ranks; use original_format=False"
+                )
+            for number in compute.inputs:
+                inner[number].append(Area(0, section.temporaries[number - len(plan.head.tensors)].numel, ()))
         for slot, kind in enumerate(section.temporaries, start=len(plan.head.tensors)):
             if slot in saved and (fault := covers(kind.numel, inner[slot])):
                 raise SaveError(
@@ -438,18 +468,35 @@ def _run_backwards(
     by_buffer: dict[int, list[Copy]] = defaultdict(list)
     for copy in section.copies:
         by_buffer[copy.buffer].append(copy)
+    first = len(plan.head.tensors)
+    computes = [compute for compute in section.computes if saved.issuperset(compute.outputs)]
+    made = {number for compute in computes for number in compute.outputs}
+    given = {number for compute in computes for number in compute.inputs}
     temporaries = {
         slot: torch.empty(torch_layout(kind)[0], dtype=torch_layout(kind)[1])
-        for slot, kind in enumerate(section.temporaries, start=len(plan.head.tensors))
-        if slot in saved
+        for slot, kind in enumerate(section.temporaries, start=first)
+        if slot in saved - given
     }
+
+    def reverse(compute: Compute) -> None:
+        outputs = [
+            temporaries.pop(number) if number >= first else _dense(state[plan.head.tensors[number].name])
+            for number in compute.outputs
+        ]
+        types = [section.temporaries[number - first] for number in compute.inputs]
+        parts = find_kernel(compute.kernel).reverse(outputs, types, parse_options(compute.options))
+        temporaries.update(zip(compute.inputs, parts, strict=True))
 
     def buffers() -> Iterator[tuple[int, torch.Tensor]]:
         for number, tensor in enumerate(plan.head.tensors):
             if number in saved:
                 yield number, _dense(state[tensor.name])
-        for slot in sorted(temporaries, reverse=True):
-            yield slot, temporaries.pop(slot)
+        for slot in sorted(temporaries.keys() | given, reverse=True):
+            for compute in computes:
+                if slot == max(compute.inputs):  # all that it made has higher numbers, and has come back by now
+                    reverse(compute)
+            if slot not in made:
+                yield slot, temporaries.pop(slot)
 
     for number, tensor in buffers():
         name = plan.head.tensors[number].name if number < len(plan.head.tensors) else "a temporary"
