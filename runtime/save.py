@@ -319,7 +319,8 @@ def _saved_buffers(plan: Plan, section: Section, rank: int) -> set[int]:
             readers[-1 - copy.source].add(copy.buffer)
     for compute in section.computes:
         for number in compute.inputs:
-            readers[number].update(compute.outputs)
+            if rank == 0 or section.temporaries[number - len(plan.head.tensors)].shape:  # each rank reads whole scalars
+                readers[number].update(compute.outputs)
     for number in sorted(readers, reverse=True):  # what is made of a temporary has a higher number, or is a tensor
         if not saved.isdisjoint(readers[number]):
             saved.add(number)
@@ -471,7 +472,7 @@ def _run_backwards(
     first = len(plan.head.tensors)
     computes = [compute for compute in section.computes if saved.issuperset(compute.outputs)]
     made = {number for compute in computes for number in compute.outputs}
-    given = {number for compute in computes for number in compute.inputs}
+    given = {number for compute in computes for number in compute.inputs} & saved
     temporaries = {
         slot: torch.empty(torch_layout(kind)[0], dtype=torch_layout(kind)[1])
         for slot, kind in enumerate(section.temporaries, start=first)
@@ -485,7 +486,7 @@ def _run_backwards(
         ]
         types = [section.temporaries[number - first] for number in compute.inputs]
         parts = find_kernel(compute.kernel).reverse(outputs, types, parse_options(compute.options))
-        temporaries.update(zip(compute.inputs, parts, strict=True))
+        temporaries.update({n: part for n, part in zip(compute.inputs, parts, strict=True) if n in given})
 
     def buffers() -> Iterator[tuple[int, torch.Tensor]]:
         for number, tensor in enumerate(plan.head.tensors):
@@ -493,7 +494,9 @@ def _run_backwards(
                 yield number, _dense(state[tensor.name])
         for slot in sorted(temporaries.keys() | given, reverse=True):
             for compute in computes:
-                if slot == max(compute.inputs):  # all that it made has higher numbers, and has come back by now
+                if slot == max(
+                    given.intersection(compute.inputs)
+                ):  # all that it made has higher numbers, and has come back by now
                     reverse(compute)
             if slot not in made:
                 yield slot, temporaries.pop(slot)
