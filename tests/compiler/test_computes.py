@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,13 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from loadplan.compiler import pieces
+from loadplan.compiler.build import Inputs
 from loadplan.compiler.conversion import convert
-from loadplan.compiler.ir import Op
-from loadplan.compiler.ops import Cast, FoldBatchNorm, Slice
+from loadplan.compiler.ir import Binding, Op, ShapeError, Spread
+from loadplan.compiler.ops import Cast, Concatenate, FoldBatchNorm, Interleave, Reshape, Slice, Transpose
+from loadplan.compiler.pieces import Layout
 from loadplan.compiler.pipeline import compile_plan, resolve
+from loadplan.compiler.prove import ProofError, prove_loads
 from loadplan.compiler.read_folder import read_checkpoint
 from loadplan.compiler.recipe import Recipe
-from loadplan.compiler.reference import evaluate
+from loadplan.compiler.reference import evaluate, register_reference
 from loadplan.compiler.rules import WeightConverter
 from loadplan.compiler.shard import Shard
 from loadplan.compiler.show import show_plan
@@ -25,8 +32,61 @@ from loadplan.compiler.target import Target
 from loadplan.runtime import compute
 from loadplan.runtime.artifact import Artifact
 from loadplan.runtime.dtype import DType
+from loadplan.runtime.kernels import KernelError, Options, Rows, register_kernel
 from loadplan.runtime.load import load_state_dict
 from loadplan.runtime.open_plan import Plan
+from loadplan.runtime.save import SaveError, save_checkpoint
+from loadplan.runtime.tensor_type import TensorType
+
+
+@dataclass(frozen=True)
+class Double:
+    """Twice each value: an op of a user's, with a kernel of a user's that is undone exactly."""
+
+    spread: ClassVar[Spread] = "each"
+    kernel: ClassVar[str] = "test_double"
+    options: ClassVar[str] = "{}"
+
+    def bind(self, context: Binding, *args: TensorType) -> Double:
+        return self
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        return args
+
+    def lower(self, *args: Layout) -> tuple[Layout, ...]:
+        raise TypeError("computed")
+
+    def reverse(self, *args: TensorType) -> Op:
+        raise ShapeError("computed")
+
+
+class DoubleKernel:
+    """Rows of one input become rows of one output."""
+
+    def infer(self, types: Sequence[TensorType], options: Options) -> tuple[TensorType, ...]:
+        if len(types) != 1:
+            raise KernelError("one input")
+        return tuple(types)
+
+    def pull(self, low: int, high: int, types: Sequence[TensorType], options: Options) -> tuple[Rows, ...]:
+        return ((low, high),)
+
+    def row_nbytes(self, types: Sequence[TensorType], options: Options) -> int:
+        return 0
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], options: Options, names: Sequence[str]
+    ) -> None:
+        torch.mul(inputs[0], 2, out=outputs[0])
+
+    def reverse(
+        self, outputs: Sequence[torch.Tensor], types: Sequence[TensorType], options: Options
+    ) -> tuple[torch.Tensor, ...]:
+        return (outputs[0] / 2,)
+
+
+register_kernel("test_double", DoubleKernel())
+register_reference(Double, lambda op, tensor: tensor * 2)
 
 NAMES = ("conv.weight", "norm.weight", "norm.bias", "norm.mean", "norm.var")
 
@@ -147,3 +207,87 @@ def test_empty_tensors_are_not_computed(tmp_path: Path) -> None:
     assert plan.section(0).computes == ()
     plan = check(checkpoint(tmp_path / "inner", conv_and_norm(2, 0)), fold())
     assert len(plan.section(0).computes) == 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shapes=st.sampled_from([((4, 6), (2, 6)), ((4, 2, 3), (4, 2, 3)), ((8,), (4,))]),
+    ops=st.lists(
+        st.sampled_from(["double", "transpose", "join", "shape", "cast", "interleave"]), min_size=1, max_size=6
+    ),
+    ranks=st.sampled_from([1, 2]),
+    dim=st.integers(-2, -1),
+    most_pieces=st.sampled_from([2, 65_536]),
+    staging_nbytes=st.sampled_from([1, 50, 64 << 20]),
+)
+def test_chains_of_computes_and_layouts(
+    tmp_path: Path,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    ops: list[str],
+    ranks: int,
+    dim: int,
+    most_pieces: int,
+    staging_nbytes: int,
+) -> None:
+    """Temporaries of temporaries, staged and whole ones, on every rank; and back into the same file, byte for byte."""
+    folder = tmp_path / str(shapes)
+    if not folder.exists():
+        checkpoint(folder, {name: torch.randn(shape) for name, shape in zip("ab", shapes, strict=True)})
+    kind, chain, joined = shapes[0], list[Op](), False
+    for name in ops:
+        if name == "join" and not joined:
+            chain.append(Concatenate(0))
+            kind, joined = (shapes[0][0] + shapes[1][0], *kind[1:]), True
+        elif not joined and name != "double":
+            continue  # what both must stay fit for
+        elif name == "transpose" and len(kind) > 1:
+            chain.append(Transpose(0, -1))
+            kind = (kind[-1], *kind[1:-1], kind[0])
+        elif name == "shape":
+            kind = (2, prod(kind) // 2)
+            chain.append(Reshape(kind))
+        elif name == "cast":
+            chain.append(Cast(DType.F64))
+        elif name == "interleave" and kind[0] % 2 == 0:
+            chain.append(Interleave(0))
+        elif name == "double":
+            chain.append(Double())
+    if not joined:
+        chain.append(Concatenate(0))
+        kind = (shapes[0][0] + shapes[1][0], *kind[1:])
+    cut = dim if len(kind) > 1 and kind[dim] % ranks == 0 else None
+    target = Target(tp_size=ranks, tp_plan={"c": Shard(cut)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute, "STAGING_NBYTES", staging_nbytes)
+        patch.setattr(pieces, "MAX_PIECES", most_pieces)
+        plan = check(folder, Recipe([WeightConverter(["^a$", "^b$"], "c", chain)]), target)
+        if chain.count(Double()):
+            assert plan.section(0).computes
+        states = [load_state_dict(plan, folder, rank) for rank in range(ranks)]
+        (tmp_path / "back" / "model.safetensors").unlink(missing_ok=True)
+        try:
+            save_checkpoint(states, plan, tmp_path / "back")
+        except SaveError as error:  # a rank's columns of a result are made of whole rows, which others make too
+            assert ranks == 2 and "run backwards" in str(error)
+            return
+        assert (tmp_path / "back" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_a_proof_by_example_covers_them(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "a", conv_and_norm(4, 3))
+    target = Target(tp_size=2, tp_plan={"weight": Shard(-2)})
+    plan = compile_plan(folder, fold(), "recipe", target)
+    artifact = convert(plan, folder, tmp_path / "converted")
+    inputs = Inputs(read_checkpoint(folder), fold(), None, target, "", {})
+    said = prove_loads(plan, artifact.folder, folder, inputs)
+    assert said == "verified: 12 comparisons, 3 ways of loading, 2 ranks, bit for bit"
+    wrong = Inputs(
+        read_checkpoint(folder),
+        Recipe([WeightConverter(NAMES, ["weight", "bias"], [FoldBatchNorm(0.1)])]),
+        None,
+        target,
+        "",
+        {},
+    )
+    with pytest.raises(ProofError, match="values differ from those the recipe makes"):
+        prove_loads(plan, artifact.folder, folder, wrong)
