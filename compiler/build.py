@@ -160,6 +160,7 @@ class Build:
         made_of = {
             "config": without_floats(dict(checkpoint.config or {})),
             "dtype": model_dtype(checkpoint, target),
+            "fusions": target.fusions,
             "transformers": _transformers_version(),
             "loadplan": compiler_digest(),
         }
