@@ -14,6 +14,7 @@ from pathlib import Path
 from loadplan.cache.digest import digest_file
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.pipeline import compile_plan
+from loadplan.compiler.problem import CompileError, Problem
 from loadplan.compiler.show import show_plan
 from loadplan.compiler.signature import Signature
 from loadplan.compiler.target import Target
@@ -49,6 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--signature", metavar="JSON", type=Path, help="file with name -> [shape, dtype] of the model")
     command.add_argument("--dtype", metavar="DTYPE", help="of floating point tensors (default: as the model has it)")
     command.add_argument("--tp-size", type=int, default=1, metavar="RANKS", help="tensor-parallel ranks (default: 1)")
+    command.add_argument(
+        "--fusion",
+        action="append",
+        type=_fusion,
+        metavar="NAME[=JSON]",
+        help="fuse modules by this family, NAME=false: do not; repeatable (default: as config.json asks)",
+    )
     command.add_argument("--allow-missing", action="store_true", help="leave out what no source makes, and report it")
     command.add_argument(
         "--allow-unexpected", action="store_true", help="do not load what the model lacks, and report it"
@@ -90,10 +98,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _fusion(text: str) -> tuple[str, object]:
+    """The name of a fusion family and its options, from `NAME` or `NAME=JSON`."""
+    name, separator, options = text.partition("=")
+    try:
+        return name, json.loads(options) if separator else True
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{options!r} is not JSON: {error}") from error
+
+
+def _only_once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise CompileError([Problem("option", f"--fusion {', '.join(twice)}: given more than once")])
+    return dict(pairs)
+
+
 def _compile(options: argparse.Namespace) -> int:
     target = Target(
         options.dtype,
         options.tp_size,
+        fusions=None if options.fusion is None else _only_once(options.fusion),
         missing="ignore" if options.allow_missing else "error",
         unexpected="ignore" if options.allow_unexpected else "error",
     )

