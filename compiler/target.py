@@ -54,7 +54,7 @@ class Target:
         pp_size: int = 1,
         tp_plan: Mapping[str, str | Shard] | Iterable[tuple[str, str | Shard]] | None = None,
         dtype_plan: Mapping[str, object] | Iterable[tuple[str, object]] | None = None,
-        fusions: Mapping[str, bool | Mapping[str, object]] | None = None,
+        fusions: Mapping[str, object] | None = None,
         missing: Policy = "error",
         unexpected: Policy = "error",
     ) -> None:

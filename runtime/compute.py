@@ -61,6 +61,7 @@ def run_compute(
         ]
         outputs = [_rows_of(buffers[number], (low, high)) for number in compute.outputs]
         kernel.run(tiles, outputs, options, names)
+        del tiles  # before the next ones come
 
 
 def _rows_of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
