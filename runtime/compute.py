@@ -50,7 +50,7 @@ def run_compute(
     rows = next(iter(kinds[compute.outputs[0]].shape), 1)  # of all outputs alike
     inputs_nbytes = sum(kinds[number].nbytes for number in sources)
     row_nbytes = -(-inputs_nbytes // max(rows, 1)) + kernel.row_nbytes(types, options)
-    step = max(STAGING_NBYTES // max(row_nbytes, 1), 1)
+    step = max(STAGING_NBYTES // 2 // max(row_nbytes, 1), 1)  # the allocator may hold on to the tile before
     for low in range(0, rows, step):
         high = min(low + step, rows)
         tiles = [

@@ -87,10 +87,7 @@ class FoldBatchNorm:
 
     Inputs: weight of the convolution `[out, ...]`, weight, bias, mean and variance of the normalisation `[out]`; then,
     if there are any, the bias of the convolution `[out]` and the I64 counter of batches `[]`, which nothing is made of.
-    Outputs: weight and bias, both of the dtype of the convolution's weight. Computed in float64, rounded once.
-
-    With `scale = weight / sqrt(var + eps)`: `w' = w * scale`, `b' = bias + (b - mean) * scale`. Only operations that
-    IEEE 754 rounds correctly are used, so that every element is the same however they are grouped.
+    Outputs: weight and bias, both of the dtype of the convolution's weight (`loadplan.runtime.fold_batch_norm`).
 
     The reverse is an equivalent pair: the convolution has the folded weight and no bias (zeros), the normalisation mean
     0, weight 1, the folded bias, and the variance nearest to `1 - eps`, which makes the scale exactly 1 in float32, and
@@ -122,12 +119,11 @@ class FoldBatchNorm:
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], options: Options, names: Sequence[str]
     ) -> None:
         from loadplan.runtime.cast import refuse_overflow
+        from loadplan.runtime.fold_batch_norm import BatchNorm, fold_batch_norm
 
-        weight, *floats = (tensor.double() for tensor in inputs if tensor.dim())
-        gamma, beta, mean, var = floats[:4]
-        scale = gamma / (var + _eps(options)).sqrt_()
-        folded = weight * scale.view(-1, *(1,) * (weight.dim() - 1))
-        bias = beta + ((floats[4] if len(floats) > 4 else 0) - mean) * scale
+        weight, *floats = (tensor for tensor in inputs if tensor.dim())
+        shift = floats[4] if len(floats) > 4 else None
+        folded, bias = fold_batch_norm(weight.double(), shift, BatchNorm(*floats[:4]), eps=_eps(options))
         for value, output, name in zip((folded, bias), outputs, names, strict=True):
             output.copy_(value)
             refuse_overflow(value, output, name)

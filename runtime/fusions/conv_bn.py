@@ -16,24 +16,15 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
+from loadplan.runtime.fold_batch_norm import BatchNorm, fold_batch_norm
 from loadplan.runtime.fusion import FusionError
 from loadplan.runtime.fusions.fused_class import Fused, fused_class, fused_parameter, is_plain, replace_children
-
-
-class BatchNorm(NamedTuple):
-    """The tensors of a batch normalisation, each `[channels]`."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
-    running_mean: torch.Tensor
-    running_var: torch.Tensor
-
 
 _BUFFERS = BatchNorm._fields
 _FROZEN_EPS = 1e-5  # of the frozen normalisations that keep it in their forward (transformers 5.24, all of them)
@@ -155,27 +146,6 @@ def _fit(conv: nn.Conv2d, norm: nn.Module) -> bool:
         tensor.shape == (conv.out_channels,) and tensor.device == conv.weight.device and tensor.is_floating_point()
         for tensor in tensors
     )
-
-
-def fold_batch_norm(
-    weight: torch.Tensor, bias: torch.Tensor | None, norm: BatchNorm, *, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight and bias of one convolution that does what it and the normalisation after it (in eval mode) do.
-
-    With `scale = norm.weight / sqrt(running_var + eps)`, per output channel: `weight * scale`, and
-    `norm.bias + (bias - running_mean) * scale`; computed in float64 and rounded once, to the dtype of `weight`.
-
-    Args:
-        weight: of the convolution, `[channels, in / groups, *kernel]`.
-        bias: of the convolution, `[channels]`; None when it has none.
-        norm: the normalisation.
-        eps: its epsilon.
-    """
-    gamma, beta, mean, var = (tensor.double() for tensor in norm)
-    scale = gamma / (var + eps).sqrt()
-    folded = weight.double() * scale.view(-1, *[1] * (weight.ndim - 1))
-    shift = beta + ((0 if bias is None else bias.double()) - mean) * scale
-    return folded.to(weight.dtype), shift.to(weight.dtype)
 
 
 def _folded(conv: nn.Conv2d, norm: nn.Module, eps: float) -> nn.Conv2d:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from loadplan.runtime import FusionError, find_fusion, find_fusions, fuse_modules
-from loadplan.runtime.fusions.conv_bn import BatchNorm, fold_batch_norm
+from loadplan.runtime.fold_batch_norm import BatchNorm, fold_batch_norm
 from loadplan.runtime.fusions.patch_projection import PatchProjection
 from loadplan.runtime.plan import FusedModule
 
