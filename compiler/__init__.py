@@ -11,6 +11,7 @@ Read in the order in which a plan is made:
     build_graph                      targets -> typed op graph
     match_targets                    products against the signature: coverage, ties, dtypes, waivers
     shard_targets                    which part of each target a rank holds
+    fuse_targets, cut_through        the targets of a model with fused modules, and their parts
     pieces, lower_graph              op chains -> strided copies
     pipeline                         all of it in order; the proof is `loadplan.runtime.check_plan`
     conversion                       a plan's result as files that the runtime maps

@@ -6,6 +6,7 @@
     schedule                         the copies of one rank, sorted by the way they can go
     compose, copy_strided, to_device the ways: pages mapped side by side, elements, an accelerator
     execute, loading                 the ways taken, on threads, in order
+    order, kernels, compute          what comes after what; what makes new values, tile by tile (fold_batch_norm)
     load                             `load_state_dict`, `load_into`
     save                             `save_checkpoint`: the same copies, backwards
     artifact, write_safetensors      converted checkpoints
