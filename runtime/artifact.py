@@ -10,6 +10,7 @@ from loadplan.runtime.open_plan import Plan
 
 PLAN_NAME = "artifact.loadplan"
 ORIGINAL_NAME = "original.loadplan"  # the plan that the files were made by: what saving goes back through
+INDEX_SUFFIX = ".safetensors.index.json"  # of a file for other tools, which says where each tensor lies
 
 
 class ArtifactError(LoadplanError, FileNotFoundError):
@@ -32,6 +33,14 @@ class Artifact:
         return cls(place, Plan.open(place / PLAN_NAME))
 
     @property
+    def files(self) -> dict[str, Path]:
+        """All that belongs to the artifact, by name: what a cache files, and what makes an artifact elsewhere."""
+        names = [file.name for file in self.plan.head.files] + [PLAN_NAME]
+        names += [ORIGINAL_NAME] if (self.folder / ORIGINAL_NAME).is_file() else []
+        names += [path.name for path in self.folder.glob(f"*{INDEX_SUFFIX}")]
+        return {name: self.folder / name for name in sorted(names)}
+
+    @property
     def original(self) -> Plan:
         """The plan that the files were made by.
 
@@ -46,6 +55,17 @@ class Artifact:
         if dict(self.plan.head.provenance).get("plan") != plan.digest:
             raise ArtifactError(f"{path}: is not the plan that {PLAN_NAME} was made by; convert the checkpoint again")
         return plan
+
+
+def files_used(plan: Plan, rank: int) -> set[int] | None:
+    """Numbers of the files that loading `rank` needs; None for all of them.
+
+    A checkpoint is compared whole, for it is one thing. An artifact has files of each rank, and a machine need not hold
+    those of ranks that run elsewhere.
+    """
+    if "plan" not in dict(plan.head.provenance):
+        return None
+    return {source for source in plan.section(rank).copies.source if source >= 0}
 
 
 def open_any(plan: Plan | Artifact | str | Path) -> Plan | Artifact:

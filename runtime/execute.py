@@ -102,7 +102,8 @@ class Execution:
         kinds = [*(tensor.local_type(self.rank) for tensor in self.head.tensors), *section.temporaries]
         chosen = range(len(self.head.tensors)) if wanted is None else sorted(set(wanted))
         ranks = {number: at for at, number in enumerate(order or ())}
-        threads = self.threads or self._choose_threads()
+        used = found.files
+        threads = self.threads or self._choose_threads(used)
         stager = None if self.device is None else Stager(self.device, threads)
         made = {output for compute in computes for output in compute.outputs}
         if stager is None:
@@ -112,7 +113,7 @@ class Execution:
             buffers, tasks = self._device_tasks(found, kinds, [*chosen, *sorted(made - {*chosen})], stager)
         if ranks:
             tasks.sort(key=lambda task: min(ranks.get(number, len(ranks)) for number in task.buffers))
-        last = partial(self._finish, found.later, computes, kinds, buffers, stager)
+        last = partial(self._finish, found.later, computes, kinds, buffers, stager, used)
         late = {*made, *(copy.buffer for copy in found.later)}
         if not in_background and (threads == 1 or len(tasks) <= 1):
             threads = 0
@@ -166,9 +167,9 @@ class Execution:
         )
         return buffers, tasks
 
-    def _choose_threads(self) -> int:
+    def _choose_threads(self, used: Collection[int]) -> int:
         """As many as there are cores, for bytes in memory; as many as help a disk or server to answer, for others."""
-        if all(not file.is_remote and file.is_resident for file in self.files):
+        if all(not self.files[number].is_remote and self.files[number].is_resident for number in used):
             return min(os.cpu_count() or 1, _MAX_THREADS)
         return _MAX_THREADS
 
@@ -183,8 +184,8 @@ class Execution:
         self, found: Schedule, kinds: Sequence[TensorType], buffers: dict[int, torch.Tensor], tiled: Collection[int]
     ) -> dict[int, list[Stretch]]:
         """Add views for the tensors, and those `tiled`, that are one stretch of a file; returns the stretch of each."""
-        places: list[list[tuple[int, TensorType, int]]] = [[] for _ in self.files]
-        maps = [self._may_map(file) for file in self.files]
+        places: dict[int, list[tuple[int, TensorType, int]]] = {number: [] for number in found.files}
+        maps = {number: self._may_map(self.files[number]) for number in places}
         first_temporary = len(self.head.tensors)
         mapped: dict[int, list[Stretch]] = {}
         bits = {id(kind): kind.dtype.bits for kind in kinds}
@@ -199,9 +200,9 @@ class Execution:
             ):
                 places[stretch.file].append((number, kind, stretch.src))
                 mapped[number] = [stretch]
-        for source, wanted in zip(self.files, places, strict=True):
+        for number, wanted in places.items():
             if wanted:
-                buffers.update(views(source.map(), wanted))
+                buffers.update(views(self.files[number].map(), wanted))
         return mapped
 
     def _compose(
@@ -296,7 +297,8 @@ class Execution:
 
     def _page_tasks(self, mapped: Mapping[int, Sequence[Stretch]], buffers: dict[int, torch.Tensor]) -> Iterator[Task]:
         """Reads of mapped pages: of files that are not in the page cache, and of all if so asked."""
-        wanted = [self.residency != "lazy" or not file.is_resident for file in self.files]
+        used = {stretch.file for stretches in mapped.values() for stretch in stretches}
+        wanted = {number: self.residency != "lazy" or not self.files[number].is_resident for number in used}
         for number, stretches in sorted(mapped.items()):
             for stretch in stretches:
                 address = buffers[number].data_ptr() + stretch.dst
@@ -317,6 +319,7 @@ class Execution:
         kinds: Sequence[TensorType],
         buffers: dict[int, torch.Tensor],
         stager: Stager | None,
+        used: Sequence[int],
     ) -> None:
         """What reads temporaries, when all else is done; and a last look at the files: none has changed meanwhile."""
         with nullcontext() if stager is None else stager.queued():
@@ -331,8 +334,8 @@ class Execution:
                         sources[buffer].append(self.section.copies[row])
                 names = [self._name(output) for output in step.outputs]
                 run_compute(step, kinds, buffers, sources, self.head.chains, self._fill, names)
-        for file in self.files:
-            file.check()
+        for number in used:
+            self.files[number].check()
 
     def _fill(self, copies: Sequence[Copy], into: dict[int, torch.Tensor]) -> None:
         """The copies, in this thread."""

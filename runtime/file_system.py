@@ -13,7 +13,8 @@ from loadplan.runtime.pages import PAGE_NBYTES
 _NETWORK = frozenset(
     {"9p", "afs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs", "virtiofs"}
 )
-_PROBES = 64  # places that are looked at in a file
+_PROBES = 64  # places that are looked at in a large file,
+_PROBE_PAGES = 4096  # one in so many pages, for a model may have thousands of small ones
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
@@ -48,7 +49,7 @@ def is_resident(address: int, nbytes: int) -> bool:
     if not pages:
         return True
     state = ctypes.create_string_buffer(1)
-    probes = range(0, pages, max(pages // _PROBES, 1))
+    probes = range(0, pages, max(pages // _PROBES, min(_PROBE_PAGES, pages)))
     absent = 0
     for page in probes:
         absent += _LIBC.mincore(address + page * PAGE_NBYTES, PAGE_NBYTES, state) != 0 or not state.raw[0] & 1

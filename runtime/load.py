@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from loadplan.cache.error import LoadplanError
-from loadplan.runtime.artifact import Artifact, open_any
+from loadplan.runtime.artifact import Artifact, files_used, open_any
 from loadplan.runtime.collector import paused_collector
 from loadplan.runtime.execute import Execution, Mode, Residency
 from loadplan.runtime.loading import Progress
@@ -73,7 +73,7 @@ def load_state_dict(
     if threads is not None and threads < 1:
         raise ArgumentError(f"threads={threads}: at least 1")
     section = opened.section(rank)
-    files = find_files(location, opened.head.files)
+    files = find_files(location, opened.head.files, files_used(opened, rank))
     wanted = torch.device(device)
     staged = wanted if wanted.type == "cuda" else None
     with paused_collector():

@@ -45,6 +45,14 @@ class Schedule:
         """The buffers that are not made of stretches alone."""
         return {copy.buffer for copies in (self.strided, self.later) for copy in copies}
 
+    @property
+    def files(self) -> list[int]:
+        """The numbers of the files that are read."""
+        found = {stretch.file for stretch in self.whole.values()}
+        found.update(stretch.file for parts in self.parts.values() for stretch in parts)
+        found.update(copy.source for copy in self.strided)
+        return sorted(found)
+
     def drop(self, buffers: Collection[int]) -> None:
         """Leave out what writes these buffers."""
         for number in buffers:

@@ -8,11 +8,12 @@ import hashlib
 import os
 import stat
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
+from typing import overload
 
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.file_system import is_network, is_resident
@@ -50,14 +51,13 @@ class ReadError(LoadplanError, OSError):
 class SourceFile:
     """One file, checked when made; reading it later fails if it was replaced or changed in between."""
 
-    def __init__(self, path: Path, expected: PlanFile) -> None:
+    def __init__(self, path: str | Path, expected: PlanFile) -> None:
         """Compare size and header of the file at `path` with `expected`. Raises `FileMismatch`."""
         self._path, self.name, self._size = path, expected.name, expected.size
         self._map: Memory | None = None
         self._lock = Lock()
-        self._state: tuple[int, ...] | None = None
+        self._state: os.stat_result | None = None
         with self.open() as descriptor:
-            self._state = _state(descriptor)
             self.is_remote = is_network(descriptor)
             digest = hashlib.sha256()
             for offset, nbytes in expected.guards:
@@ -73,12 +73,14 @@ class SourceFile:
         except OSError as error:
             raise FileMismatch(self.name, f"cannot be opened ({error.strerror})") from error
         try:
-            state = _state(descriptor)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            state = os.fstat(descriptor)
+            if not stat.S_ISREG(state.st_mode):
                 raise FileMismatch(self.name, "is no file")
-            if state[0] != self._size:
-                raise FileMismatch(self.name, f"has {state[0]} bytes, the plan expects {self._size}")
-            if self._state is not None and state != self._state:
+            if state.st_size != self._size:
+                raise FileMismatch(self.name, f"has {state.st_size} bytes, the plan expects {self._size}")
+            if self._state is None:
+                self._state = state
+            elif not _is_unchanged(self._state, state):
                 raise FileMismatch(self.name, "was replaced or changed while it was being loaded")
             yield descriptor
         finally:
@@ -154,15 +156,51 @@ class SourceFile:
         return data
 
 
-def _state(descriptor: int) -> tuple[int, ...]:
-    found = os.fstat(descriptor)
-    return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+def _is_unchanged(before: os.stat_result, after: os.stat_result) -> bool:
+    """Whether it is the same file, not written in between.
+
+    ctime moves with every write, even when mtime is set back; but also when a cache links the file into another folder,
+    or takes such a link away, which `nlink` shows.
+    """
+    kept = all(getattr(before, name) == getattr(after, name) for name in ("st_size", "st_dev", "st_ino", "st_mtime_ns"))
+    return kept and (before.st_ctime_ns == after.st_ctime_ns or before.st_nlink != after.st_nlink)
 
 
-def find_files(location: str | Path, expected: Sequence[PlanFile]) -> list[SourceFile]:
+class SourceFiles(Sequence[SourceFile]):
+    """The files of a folder in the order of a plan, each checked before it is handed out."""
+
+    def __init__(self, folder: Path, expected: Sequence[PlanFile], used: Collection[int]) -> None:
+        """Check the files whose numbers are in `used` now, others when asked for. Raises `FileMismatch`."""
+        self._folder, self._expected = str(folder), expected
+        self._made: dict[int, SourceFile] = {}
+        for number in sorted(used):
+            self[number]
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    @overload
+    def __getitem__(self, number: int) -> SourceFile: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[SourceFile]: ...
+    def __getitem__(self, number: int | slice) -> SourceFile | Sequence[SourceFile]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        if number not in self._made:
+            expected = self._expected[number]
+            self._made[number] = SourceFile(f"{self._folder}/{expected.name}", expected)
+        return self._made[number]
+
+
+def find_files(
+    location: str | Path, expected: Sequence[PlanFile], used: Collection[int] | None = None
+) -> Sequence[SourceFile]:
     """The checked files of the checkpoint at `location`, in the order of `expected`.
 
-    `location` is the checkpoint's folder, or one of its files; for a plan of a single file any path of that file.
+    Args:
+        location: the checkpoint's folder, or one of its files; for a plan of a single file any path of that file.
+        expected: what the plan says of each.
+        used: numbers of those to check now, all if None; others need not be there, and are checked when asked for.
 
     Raises:
         LocationError: there is nothing at `location`.
@@ -172,4 +210,4 @@ def find_files(location: str | Path, expected: Sequence[PlanFile]) -> list[Sourc
     if path.is_file() and len(expected) == 1 and not path.name.endswith(".json"):
         return [SourceFile(path, expected[0])]
     folder = path.parent if path.is_file() else path
-    return [SourceFile(folder / file.name, file) for file in expected]
+    return SourceFiles(folder, expected, range(len(expected)) if used is None else used)
