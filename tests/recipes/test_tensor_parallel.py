@@ -152,7 +152,7 @@ def test_converted_files_hold_each_tensor_once(saved: Callable[[str], Path], tmp
     whole = pretrained(folder, MODELS[model][0])
     artifact = convert(compile_plan(folder, target=Target(tp_size=2)), folder, tmp_path / "converted")
 
-    shared = load_file(artifact.folder / "shared.safetensors")
+    shared = load_file(artifact.folder / "model.safetensors")
     own = [load_file(artifact.folder / f"rank-{rank}-of-2.safetensors") for rank in range(2)]
 
     assert set(own[0]) == set(own[1])
