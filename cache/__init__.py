@@ -9,13 +9,16 @@ reads as absent, and is built again. Read in this order:
     record          small JSON files that know their own digest
     actions         action key -> artifact (name -> blob)
     file_digests    digests of source files, remembered
-    cache           the three under one root
-    remotes/        places that machines share artifacts through
-    transfer        pull and push
+    claims, gc      what is in use, and what can go; why no lock is needed
+    pins            what stays
+    lease           one builder a key, where possible
+    check           what is damaged, and its removal
+    cache           all of it under one root
 """
 
 from loadplan.cache.actions import ActionCache, Artifact, ArtifactIncomplete, BadArtifact
-from loadplan.cache.cache import Cache
+from loadplan.cache.cache import Cache, CannotMaterialize, NotCached
+from loadplan.cache.check import CheckReport, RepairReport
 from loadplan.cache.digest import (
     NotADigest,
     NotCanonical,
@@ -25,8 +28,13 @@ from loadplan.cache.digest import (
     digest_json,
     is_digest,
 )
+from loadplan.cache.entries import CacheInfo, Entry, GcReport
 from loadplan.cache.error import LoadplanError
 from loadplan.cache.file_digests import FileChanged, FileDigests
+from loadplan.cache.gc import PinsDamaged
+from loadplan.cache.lease import Lease
+from loadplan.cache.pins import NoSuchPin
+from loadplan.cache.record import NotReadable
 from loadplan.cache.store import BlobMissing, BlobStore, DigestMismatch, Problem, ProblemKind
 from loadplan.cache.write_file import FolderNotWritable, make_folder, write_atomically
 
@@ -38,15 +46,26 @@ __all__ = [
     "BlobMissing",
     "BlobStore",
     "Cache",
+    "CacheInfo",
+    "CannotMaterialize",
+    "CheckReport",
     "DigestMismatch",
+    "Entry",
     "FileChanged",
     "FileDigests",
     "FolderNotWritable",
+    "GcReport",
+    "Lease",
     "LoadplanError",
+    "NoSuchPin",
     "NotADigest",
+    "NotCached",
     "NotCanonical",
+    "NotReadable",
+    "PinsDamaged",
     "Problem",
     "ProblemKind",
+    "RepairReport",
     "canonical_json",
     "digest_bytes",
     "digest_file",

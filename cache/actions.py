@@ -1,13 +1,16 @@
 """Action keys and the artifacts they led to: the answer to "has this been built before?"."""
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadplan.cache.digest import NotADigest, is_digest
 from loadplan.cache.error import LoadplanError
 from loadplan.cache.record import find_record, write_record
-from loadplan.cache.store import BlobStore
+from loadplan.cache.store import ABSENT, BlobStore
 
 FORMAT = 1
 
@@ -72,10 +75,35 @@ class ActionCache:
 
         The bytes of the blobs are verified by who reads them (`BlobStore.get_bytes`, `copy_to`, `Cache.find`).
         """
-        artifact = parse_artifact(find_record(self.path(key)), key)
+        artifact = self.read(key)
         if artifact is None or not all(map(self.store.has, artifact.blobs.values())):
             return None
         return artifact
+
+    def all_keys(self) -> Iterator[str]:
+        """The keys that have a record, good or not, in order."""
+        for path in sorted(self.folder.glob("??/*")):
+            key = path.parent.name + path.name
+            if is_digest(key):
+                yield key
+
+    def read(self, key: str) -> Artifact | None:
+        """What the record of `key` says, whether its blobs are there or not; None when it is absent or damaged."""
+        return parse_artifact(find_record(self.path(key)), key)
+
+    def times(self, key: str) -> tuple[float, float] | None:
+        """When the record was made, and when it was last used, in seconds since 1970; None when it is gone."""
+        try:
+            found = self.path(key).lstat()
+        except ABSENT:
+            return None
+        return found.st_mtime, max(found.st_mtime, found.st_atime)
+
+    def touch(self, key: str) -> None:
+        """Note that `key` is used now, in the record's access time; where it cannot be written it stays as it is."""
+        path = self.path(key)
+        with suppress(OSError):
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def put(self, key: str, artifact: Artifact) -> None:
         """Say that `key` leads to `artifact`: the last step of a build. An earlier entry is replaced.
@@ -92,10 +120,16 @@ class ActionCache:
 
 def parse_artifact(value: object, key: str) -> Artifact | None:
     """The artifact in the record of `key`, or None when the record says anything else."""
+    found = artifact_of(value)
+    return found[1] if found is not None and found[0] == key else None
+
+
+def artifact_of(value: object) -> tuple[str, Artifact] | None:
+    """Key and artifact in a record, or None when it says anything else."""
     match value:
-        case {"format": 1, "key": str(found), "blobs": dict(blobs), "info": dict(info)} if found == key:
+        case {"format": 1, "key": str(key), "blobs": dict(blobs), "info": dict(info)}:
             try:
-                return Artifact(blobs, info)
+                return key, Artifact(blobs, info)
             except BadArtifact:
                 return None
         case _:

@@ -1,8 +1,9 @@
 """Digests of source files, remembered by what the file system says of the file, so that each is read once."""
 
 import logging
+import os
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from loadplan.cache.digest import digest_file, digest_json, is_digest
@@ -56,8 +57,11 @@ class FileDigests:
 
     folder: Path
 
-    def digest(self, path: Path) -> str:
+    def digest(self, path: Path, *, attempts: int = 5) -> str:
         """The digest of what `path` holds; the file is read only if it is new, changed or fresh.
+
+        It is read again, at most `attempts` times in all, when only its ctime moved: that may be a write that set mtime
+        back, or a link that was made or removed.
 
         Raises:
             FileChanged: somebody wrote to it, or replaced it, during the reading.
@@ -69,11 +73,28 @@ class FileDigests:
             return known
         digest, _ = digest_file(path)
         after = FileState.of(path)
+        if replace(after, ctime_ns=state.ctime_ns) == state != after and attempts > 1:
+            return self.digest(path, attempts=attempts - 1)  # it may only have been linked elsewhere, or made read-only
         if after != state:
             raise FileChanged(path, state.nbytes, after.nbytes)
         if start_ns - state.mtime_ns >= SETTLED_NS:
             self._remember(state, digest)
         return digest
+
+    def link(self, source: Path, destination: Path) -> None:
+        """Make `destination` a hard link of `source`. What is remembered of it stays so, though its ctime moves.
+
+        A write between the two looks would move mtime, which is in the past for all that is remembered.
+
+        Raises:
+            OSError: the file system has no links, or not from there to here.
+        """
+        before = FileState.of(source)
+        known = self._find(before)
+        os.link(source, destination)
+        after = FileState.of(destination)
+        if known is not None and replace(after, ctime_ns=before.ctime_ns) == before:
+            self._remember(after, known)
 
     def _path(self, state: FileState) -> Path:
         name = digest_json([state.device, state.inode])

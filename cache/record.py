@@ -4,10 +4,26 @@ A record is the digest of the rest in hex, a newline, then canonical JSON.
 """
 
 import json
+import os
+from io import FileIO
 from pathlib import Path
 
 from loadplan.cache.digest import canonical_json, digest_bytes
+from loadplan.cache.error import LoadplanError
 from loadplan.cache.write_file import make_folder, write_atomically
+
+
+class NotReadable(LoadplanError, PermissionError):
+    """A file of the cache that may not be read, so that nobody can say what it holds."""
+
+    def __init__(self, number: int | None, reason: str | None, filename: str) -> None:
+        super().__init__(number, reason, filename)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.filename}: cannot be read ({self.strerror}); "
+            "change the permissions of the cache, or choose another folder"
+        )
 
 
 def write_record(path: Path, value: object) -> None:
@@ -17,12 +33,28 @@ def write_record(path: Path, value: object) -> None:
 
 
 def find_record(path: Path) -> object:
-    """What `write_record` wrote at `path`; None when there is nothing, or it is damaged."""
+    """What `write_record` wrote at `path`; None when there is nothing, or it is damaged.
+
+    The access time stays, where the system lets us: it says when the entry was last used.
+
+    Raises:
+        NotReadable: there may be a record, but we may not look.
+    """
     try:
-        data = path.read_bytes()
+        with FileIO(path, opener=_open_quietly) as file:
+            data = file.readall()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
+    except PermissionError as error:
+        raise NotReadable(error.errno, error.strerror, str(path)) from error
     return parse_record(data)
+
+
+def _open_quietly(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | getattr(os, "O_NOATIME", 0))
+    except PermissionError:  # only the owner may
+        return os.open(path, flags)
 
 
 def format_record(value: object) -> bytes:

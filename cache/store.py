@@ -1,15 +1,19 @@
 """Blobs filed under their digest. A blob is whole, read-only and never changes; a damaged one is never handed out."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from enum import StrEnum
 from io import FileIO
 from pathlib import Path
 
 from loadplan.cache.digest import NotADigest, digest_bytes, digest_file, digest_stream, is_digest
 from loadplan.cache.error import LoadplanError
-from loadplan.cache.write_file import TEMPORARY_PREFIX, commit, make_folder, temporary_file
+from loadplan.cache.record import NotReadable
+from loadplan.cache.write_file import TEMPORARY_PREFIX, commit, make_folder, sync_folder, temporary_file
 
 ABSENT = (FileNotFoundError, NotADirectoryError)  # the second when the store's folder is below a file
 
@@ -43,14 +47,19 @@ class ProblemKind(StrEnum):
     DAMAGED = "damaged"  # holds other bytes than its name says
     MISNAMED = "misnamed"  # not where or not what a blob can be
     TEMPORARY = "temporary"  # left by a killed writer, or a writer is at work
+    INCOMPLETE = "incomplete"  # names a blob that is not there
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A path in the store that is not a good blob."""
+    """A path in the cache that is not what belongs there."""
 
     kind: ProblemKind
     path: Path
+    nbytes: int = field(default=0, compare=False)  # of the file
+
+    def to_json(self) -> dict[str, object]:
+        return {"kind": str(self.kind), "path": str(self.path), "nbytes": self.nbytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,8 @@ class BlobStore:
             return digest_file(self.path(digest))[0] == digest
         except (*ABSENT, IsADirectoryError):
             return False
+        except PermissionError as error:
+            raise NotReadable(error.errno, error.strerror, str(self.path(digest))) from error
 
     def get_bytes(self, digest: str) -> bytes:
         """The blob's bytes, verified.
@@ -121,11 +132,17 @@ class BlobStore:
             commit(file, path, is_read_only=True)
         return digest
 
-    def put_file(self, source: Path) -> str:
-        """File a copy of `source`, read once, and return its digest; a damaged blob of that name is replaced.
+    def put_file(self, source: Path, *, is_ours: bool = False) -> str:
+        """File `source`, read once, and return its digest; a damaged blob of that name is replaced.
 
-        Never a hard link: the source's owner may write to it later.
+        Args:
+            source: a file; a copy of it is filed, for its owner may write to it later.
+            is_ours: nobody will write to it: it is made read-only, and the blob is a hard link where there can be one.
         """
+        if is_ours:
+            digest = self._put_link(source)
+            if digest is not None:
+                return digest
         with source.open("rb", buffering=0) as original:
             make_folder(self.folder)
             with temporary_file(self.folder) as copy:
@@ -135,10 +152,53 @@ class BlobStore:
                 commit(copy, path, is_read_only=True)
         return digest
 
-    def check(self) -> tuple[Problem, ...]:
-        """Everything below the folder that is not a good blob, by path; reads every byte, repairs nothing."""
-        kinds = ((self._find_problem(path), path) for path in sorted(self.folder.rglob("*")))
-        return tuple(Problem(kind, path) for kind, path in kinds if kind)
+    def _put_link(self, source: Path) -> str | None:
+        """File a hard link of `source`; None where there can be none."""
+        make_folder(self.folder)
+        link = self.folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        try:
+            os.link(source.resolve(), link)  # link(2) would link a symbolic link itself
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return None
+        try:
+            with link.open("rb", buffering=0) as file:
+                os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o444)  # before it is read: nobody may begin
+                digest, _ = digest_stream(file)
+                os.fsync(file.fileno())
+            path = self.path(digest)
+            make_folder(path.parent)
+            link.replace(path)  # of two links to one file it leaves both (rename(2)): `unlink` below
+            sync_folder(path.parent)
+        finally:
+            with suppress(OSError):
+                link.unlink()
+        return digest
+
+    def digests(self) -> Iterator[tuple[str, os.stat_result]]:
+        """What is filed, good or not, in order; looks at no bytes."""
+        for path in sorted(self.folder.glob("??/*")):
+            digest = path.parent.name + path.name
+            if is_digest(digest):
+                with suppress(FileNotFoundError):
+                    yield digest, path.lstat()
+
+    def check(self, progress: Callable[[int, int], None] | None = None) -> tuple[Problem, ...]:
+        """Everything below the folder that is not a good blob, by path; reads every byte, repairs nothing.
+
+        `progress` is called with (bytes read, bytes in all).
+        """
+        sizes = {path: nbytes_of(path) for path in sorted(self.folder.rglob("*"))}
+        problems, done, total = [], 0, sum(sizes.values())
+        for path, nbytes in sizes.items():
+            kind = self._find_problem(path)
+            if kind:
+                problems.append(Problem(kind, path, nbytes))
+            done += nbytes
+            if progress is not None and nbytes:
+                progress(done, total)
+        return tuple(problems)
 
     def _find_problem(self, path: Path) -> ProblemKind | None:
         parts = path.relative_to(self.folder).parts
@@ -158,5 +218,16 @@ class BlobStore:
             file = path.open("rb", buffering=0)
         except ABSENT as error:
             raise BlobMissing(path, digest) from error
+        except PermissionError as error:
+            raise NotReadable(error.errno, error.strerror, str(path)) from error
         with file:
             yield file
+
+
+def nbytes_of(path: Path) -> int:
+    """Bytes of a regular file; 0 for anything else, and for what is gone."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0

@@ -68,7 +68,68 @@ def commit(file: BinaryIO, path: Path, *, is_read_only: bool = False) -> None:
     if is_read_only:
         os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o444)
     Path(file.name).replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
+
+
+def age_s(path: Path, now_s: float) -> float:
+    """Seconds since the file was written, linked or renamed; 0.0 when it is not there.
+
+    ctime counts too: a hard link keeps the mtime of its source, which may be old.
+    """
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0.0
+    return now_s - max(found.st_mtime_ns, found.st_ctime_ns) / 1e9
+
+
+def temporary_files(folder: Path) -> Iterator[Path]:
+    """What writers are at work on below `folder`, or killed writers have left."""
+    return (path for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")) if path.is_file() or path.is_symlink())
+
+
+def finished_files(folder: Path) -> list[Path]:
+    """What lies in `folder` and is not temporary, in order; nothing when there is no such folder."""
+    try:
+        return [path for path in sorted(folder.iterdir()) if not path.name.startswith(TEMPORARY_PREFIX)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def set_aside(path: Path) -> Path | None:
+    """Take the file out of its place, to look at it there undisturbed; None when it is gone. Raises `FolderNotWritable`."""
+    aside = path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    try:
+        path.rename(aside)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise FolderNotWritable(error.errno, error.strerror, str(path.parent)) from error
+    return aside
+
+
+def put_back(aside: Path, path: Path) -> None:
+    """Give the file its place again, unless there is a newer one."""
+    with suppress(FileNotFoundError):  # another process cleaned up
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            aside.rename(path)
+            return
+        aside.unlink()
+
+
+def remove_file(path: Path) -> bool:
+    """Remove it; False when it was gone already. Raises `FolderNotWritable`."""
+    try:
+        path.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise FolderNotWritable(error.errno, error.strerror, str(path.parent)) from error
+    return True
 
 
 def make_folder(folder: Path) -> None:
@@ -78,7 +139,7 @@ def make_folder(folder: Path) -> None:
             return
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except FolderNotWritable:
         raise
     except OSError as error:
@@ -92,7 +153,7 @@ def _create(path: Path) -> BinaryIO:
         raise FolderNotWritable(error.errno, error.strerror, str(path.parent)) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable, which syncing the files does not do (fsync(2))."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

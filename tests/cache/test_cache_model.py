@@ -1,36 +1,59 @@
 """The cache against a dict, with damage and left-overs between the steps."""
 
+import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loadplan.cache.actions import Artifact, ArtifactIncomplete
-from loadplan.cache.cache import Cache
+from loadplan.cache.cache import Cache, NotCached
+from loadplan.cache.check import repair_cache
 from loadplan.cache.digest import digest_bytes
+from loadplan.cache.gc import collect
+from loadplan.cache.pins import NoSuchPin
 from loadplan.cache.store import BlobMissing, DigestMismatch, Problem, ProblemKind
 
 DATA = st.sampled_from([b"", b"a", b"bb", bytes(70_000), b"last"])
 KEYS = st.sampled_from([digest_bytes(bytes([i])) for i in range(3)])
+FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where syncing is for nothing
 NAMES = st.lists(st.sampled_from(["plan", "data", "ß"]), unique=True)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """`blobs`: digest -> (right bytes, bytes on disk); `actions`: key -> artifact, or None when damaged."""
+    """`blobs`: digest -> (right bytes, bytes on disk); `actions`: key -> artifact, or None when damaged.
+
+    `used`: key -> when it was last used, by a clock of the test's own, which is also set on disk.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(dir=FAST)
         self.cache = Cache(Path(self.folder.name) / "cache")
         self.blobs: dict[str, tuple[bytes, bytes]] = {}
         self.actions: dict[str, Artifact | None] = {}
         self.strays: set[Path] = set()
+        self.pins: dict[str, str] = {}
+        self.used: dict[str, int] = {}
+        self.clock = 0
 
     def teardown(self) -> None:
         self.folder.cleanup()
+
+    def note_use(self, key: str) -> None:
+        """The library has noted a use just now; replace it by a time that does not depend on the machine's clock."""
+        times = self.cache.actions.times(key)
+        assert times is not None and times[1] > time.time() - 60
+        self.clock += 10
+        self.used[key] = self.clock
+        os.utime(self.cache.actions.path(key), (self.clock, self.clock))
+
+    def model_complete(self, artifact: Artifact) -> bool:
+        return all(digest in self.blobs for digest in artifact.blobs.values())
 
     def model_find(self, key: str) -> Artifact | None:
         artifact = self.actions.get(key)
@@ -93,11 +116,107 @@ class CacheMachine(RuleBasedStateMachine):
         path.write_bytes(b"half")
         self.strays.add(path)
 
-    @rule(key=KEYS, names=NAMES, data=DATA)
-    def put(self, key: str, names: list[str], data: bytes) -> None:
+    @rule(key=KEYS, names=NAMES, data=DATA, pin=st.sampled_from([None, "fleet", "a/b"]))
+    def put(self, key: str, names: list[str], data: bytes, pin: str | None) -> None:
         contents = {name: data + name.encode() for name in names}
         self.actions[key] = self.cache.put(key, contents, {"names": str(len(names))})
         self.blobs.update((digest_bytes(held), (held, held)) for held in contents.values())
+        self.note_use(key)
+        if pin is not None:
+            self.pin(key, pin)
+
+    @rule(key=KEYS, data=DATA, are_ours=st.booleans())
+    def put_files(self, key: str, data: bytes, are_ours: bool) -> None:
+        self.clock += 1
+        sources = {f"{n}/file": Path(self.folder.name) / f"source-{self.clock}-{n}" for n in range(2)}
+        for n, path in enumerate(sources.values()):
+            path.write_bytes(data + bytes(n))
+        self.actions[key] = self.cache.put_files(key, sources, are_ours=are_ours)
+        self.blobs.update((digest_bytes(data + bytes(n)), (data + bytes(n),) * 2) for n in range(2))
+        self.note_use(key)
+
+    @rule(key=KEYS)
+    def materialize(self, key: str) -> None:
+        artifact, wanted, folder = self.model_find(key), self.model_fetch(key), Path(self.folder.name) / "out"
+        if artifact is None:
+            with pytest.raises(NotCached):
+                self.cache.materialize(key, folder, replace=True)
+        elif wanted is None:
+            with pytest.raises(DigestMismatch):
+                self.cache.materialize(key, folder, replace=True)
+        else:
+            self.cache.materialize(key, folder, replace=True)
+            assert {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == wanted
+            self.note_use(key)
+
+    @rule(key=KEYS, name=st.sampled_from(["fleet", "a/b"]))
+    def pin_any(self, key: str, name: str) -> None:
+        self.pin(key, name)
+
+    def pin(self, key: str, name: str) -> None:
+        if self.actions.get(key) is None:
+            with pytest.raises(NotCached):
+                self.cache.pin(key, name)
+        else:
+            self.cache.pin(key, name)
+            self.pins[name] = key
+        assert self.cache.pins() == self.pins
+
+    @rule(name=st.sampled_from(["fleet", "a/b"]))
+    def unpin(self, name: str) -> None:
+        if name in self.pins:
+            self.cache.unpin(name)
+            del self.pins[name]
+        else:
+            with pytest.raises(NoSuchPin):
+                self.cache.unpin(name)
+        assert self.cache.pins() == self.pins
+
+    @precondition(lambda self: self.actions)
+    @rule(limit=st.sampled_from([0, None, 2, 70_000, 70_010]), age=st.sampled_from([None, 0, 35]), is_dry=st.booleans())
+    def gc(self, limit: int | None, age: int | None, is_dry: bool) -> None:
+        """At a time when nothing is young; ages are counted from now on the test's clock."""
+        live = {key: artifact for key, artifact in self.actions.items() if artifact is not None}
+        evicted = []
+        for key in sorted(live, key=lambda key: self.used[key]):
+            left = {digest for artifact in live.values() for digest in artifact.blobs.values()} & self.blobs.keys()
+            is_above = limit is not None and sum(len(self.blobs[digest][1]) for digest in left) > limit
+            is_old = age is not None and self.clock + 1 - self.used[key] >= age
+            if key not in self.pins.values() and (is_above or is_old or not self.model_complete(live[key])):
+                del live[key]
+                evicted.append(key)
+        named = {digest for artifact in live.values() for digest in artifact.blobs.values()}
+        gone = {digest: held for digest, (_, held) in self.blobs.items() if digest not in named}
+
+        now = time.time() + 1e6
+        report = collect(
+            self.cache,
+            max_nbytes=limit,
+            max_age_s=None if age is None else now - (self.clock + 1) + age,
+            grace_s=0.0,
+            is_dry_run=is_dry,
+            now_s=now,
+        )
+        assert [entry.key for entry in report.evicted] == evicted
+        assert (report.blobs, report.temporaries, report.kept) == (len(gone), len(self.strays), len(live))
+        assert report.nbytes == sum(map(len, gone.values())) + len(b"half") * len(self.strays)
+        assert report.kept_nbytes == sum(len(held) for _, held in self.blobs.values()) - sum(map(len, gone.values()))
+        if not is_dry:
+            for key in evicted:
+                del self.actions[key]
+            for digest in gone:
+                del self.blobs[digest]
+            self.strays.clear()
+
+    @rule()
+    def repair(self) -> None:
+        before = set(self.cache.check().problems)
+        report = repair_cache(self.cache, None, 0.0, time.time() + 1e6)
+        assert (set(report.removed), report.left) == (before, ())
+        self.blobs = {digest: held for digest, held in self.blobs.items() if held[0] == held[1]}
+        self.actions = {key: found for key, found in self.actions.items() if found and self.model_complete(found)}
+        self.strays.clear()
+        assert self.cache.check().problems == ()
 
     @rule(key=KEYS, data=DATA)
     def put_action_only(self, key: str, data: bytes) -> None:
@@ -105,6 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
         if digest_bytes(data) in self.blobs:
             self.cache.actions.put(key, artifact)
             self.actions[key] = artifact
+            self.note_use(key)
         else:
             with pytest.raises(ArtifactIncomplete):
                 self.cache.actions.put(key, artifact)
@@ -153,6 +273,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.actions.find(key) == self.model_find(key)
         assert self.cache.find(key) == (None if fetched is None else self.model_find(key))
         assert self.cache.fetch(key) == fetched
+        if fetched is not None:
+            self.note_use(key)
 
     @invariant()
     def check(self) -> None:
@@ -163,6 +285,31 @@ class CacheMachine(RuleBasedStateMachine):
         assert set(found) == problems
         assert len(found) == len(problems)
 
+        for key, artifact in self.actions.items():
+            if artifact is None:
+                problems.add(Problem(ProblemKind.DAMAGED, self.cache.actions.path(key)))
+            elif self.model_fetch(key) is None:
+                problems.add(Problem(ProblemKind.INCOMPLETE, self.cache.actions.path(key)))
+        report = self.cache.check()
+        assert set(report.problems) == problems
+        assert len(report.problems) == len(problems)
+        assert (report.blobs, report.entries) == (len(self.blobs), len(self.actions))
+
+    @invariant()
+    def entries(self) -> None:
+        found = {entry.key: entry for entry in self.cache.entries()}
+        good = {key: artifact for key, artifact in self.actions.items() if artifact is not None}
+        assert found.keys() == good.keys()
+        for key, entry in found.items():
+            assert entry.blobs == good[key].blobs
+            assert entry.pins == tuple(sorted(name for name, pinned in self.pins.items() if pinned == key))
+            assert entry.is_complete == self.model_complete(good[key])
+            assert entry.last_used_s == self.used[key]
+        info = self.cache.info()
+        assert (info.blobs, info.entries, info.pins) == (len(self.blobs), len(good), len(self.pins))
+        assert info.nbytes == sum(len(held) for _, held in self.blobs.values())
+        assert info.entry_nbytes == sum(entry.nbytes for entry in found.values())
+
 
 TestCacheModel = CacheMachine.TestCase
-TestCacheModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestCacheModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

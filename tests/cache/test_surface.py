@@ -14,11 +14,16 @@ ERRORS = (
     loadplan.cache.ArtifactIncomplete("0" * 64, ("a", "b"), 3),
     loadplan.cache.BadArtifact("a", "b"),
     loadplan.cache.BlobMissing(Path("a"), "0" * 64),
+    loadplan.cache.CannotMaterialize("a: is there"),
     loadplan.cache.DigestMismatch(Path("a"), "0" * 64, "1" * 64),
     loadplan.cache.FileChanged(Path("a"), 1, 2),
     loadplan.cache.FolderNotWritable(13, "Permission denied", "a"),
+    loadplan.cache.NoSuchPin("a", ("b",)),
     loadplan.cache.NotADigest("a"),
+    loadplan.cache.NotCached("0" * 64, Path("a")),
     loadplan.cache.NotCanonical("a", "b"),
+    loadplan.cache.NotReadable(13, "Permission denied", "a"),
+    loadplan.cache.PinsDamaged((Path("a"),)),
 )
 
 
