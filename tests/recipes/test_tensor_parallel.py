@@ -6,7 +6,6 @@ The table is written out again below, by name of the module, and knows nothing o
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -173,34 +172,33 @@ def _tied(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return list(groups.values())
 
 
+def read_calls_nbytes() -> tuple[int, int]:
+    """Bytes that this process has got from read calls before and after this one (proc(5), /proc/PID/io)."""
+    text = Path("/proc/self/io").read_text()
+    before = int(text.split("rchar:")[1].split()[0])
+    return before, before + len(text)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_rank_reads_no_more_than_it_holds(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, model: str, ranks: int
-) -> None:
+def test_a_rank_reads_no_more_than_it_holds(saved: Callable[[str], Path], model: str, ranks: int) -> None:
     folder = saved(model)
     plan = compile_plan(folder, target=Target(tp_size=ranks))
     headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors"))
-    counts: list[int] = []
-    preadv = os.preadv
-
-    def count(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        nbytes = preadv(descriptor, buffers, offset)
-        counts.append(nbytes)
-        return nbytes
-
-    monkeypatch.setattr(os, "preadv", count)
+    load_state_dict(plan, folder, mode="read")  # whatever is read once, of the system or of modules, is read by now
     for rank in range(ranks):
-        counts.clear()
+        plan.section(rank)
+        _, before = read_calls_nbytes()
         loaded = load_state_dict(plan, folder, rank, mode="read")
+        count = read_calls_nbytes()[0] - before
         held = sum({tensor.data_ptr(): tensor.nbytes for tensor in loaded.values()}.values())
 
-        read = sum(counts) - headers + mapped_nbytes(plan, rank)
+        read = count - headers + mapped_nbytes(plan, rank)
 
-        assert sum(counts) > headers  # the count sees the data
+        assert count > headers  # the count sees the data
         assert held <= read <= 1.05 * held
         assert plan.cost(rank).target_nbytes == held
-        assert plan.cost(rank).read_nbytes == read
+        assert 0 <= read - plan.cost(rank).read_nbytes < 64  # the kernel counts some bytes that are not of files
         assert plan.cost(rank).amplification <= 1.05
 
 
