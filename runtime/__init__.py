@@ -7,7 +7,10 @@
     compose, copy_strided, to_device the ways: pages mapped side by side, elements, an accelerator
     execute, loading                 the ways taken, on threads, in order
     order, kernels, compute          what comes after what; what makes new values, tile by tile (fold_batch_norm)
-    load                             `load_state_dict`, `load_into`
+    load, targets                    `load_state_dict`, `load_into`; ties
+    build_model, fill_model          `load_model`: the model with its tensors (finish_model: the rest of it)
+    waiting                          modules that wait for their own weights
+    hf                               `from_pretrained`, in one line
     save                             `save_checkpoint`: the same copies, backwards
     artifact, write_safetensors      converted checkpoints
     fusion, fusions                  modules of a model that compute the same from weights in another layout
@@ -23,8 +26,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from loadplan.runtime.artifact import Artifact, ArtifactError
+    from loadplan.runtime.build_model import ModelError
     from loadplan.runtime.cast import CastOverflow
     from loadplan.runtime.execute import ModeError
+    from loadplan.runtime.fill_model import load_model
     from loadplan.runtime.fusion import (
         FusionError,
         FusionFamily,
@@ -34,7 +39,8 @@ if TYPE_CHECKING:
         register_fusion,
         unregister_fusion,
     )
-    from loadplan.runtime.load import ArgumentError, ModuleMismatch, TieConflict, load_into, load_state_dict
+    from loadplan.runtime.load import ArgumentError, ModuleMismatch, load_into, load_state_dict
+    from loadplan.runtime.loading import LoadCancelled
     from loadplan.runtime.location import LocationError
     from loadplan.runtime.open_plan import Plan
     from loadplan.runtime.patching import (
@@ -46,6 +52,8 @@ if TYPE_CHECKING:
     from loadplan.runtime.plan_format import PlanError
     from loadplan.runtime.save import SaveError, save_checkpoint
     from loadplan.runtime.source_files import FileMismatch, ReadError
+    from loadplan.runtime.targets import TieConflict
+    from loadplan.runtime.waiting import wait_for
 
 __all__ = [
     "ArgumentError",
@@ -55,8 +63,10 @@ __all__ = [
     "FileMismatch",
     "FusionError",
     "FusionFamily",
+    "LoadCancelled",
     "LocationError",
     "ModeError",
+    "ModelError",
     "ModuleMismatch",
     "PatchError",
     "Plan",
@@ -69,12 +79,14 @@ __all__ = [
     "find_fusions",
     "fuse_modules",
     "load_into",
+    "load_model",
     "load_state_dict",
     "register_fusion",
     "register_patch_mapping",
     "save_checkpoint",
     "unregister_fusion",
     "unregister_patch_mapping",
+    "wait_for",
 ]
 
 _HOMES = {
@@ -85,26 +97,30 @@ _HOMES = {
     "FileMismatch": "source_files",
     "FusionError": "fusion",
     "FusionFamily": "fusion",
+    "LoadCancelled": "loading",
     "LocationError": "location",
     "ModeError": "execute",
+    "ModelError": "build_model",
     "ModuleMismatch": "load",
     "PatchError": "patching",
     "Plan": "open_plan",
     "PlanError": "plan_format",
     "ReadError": "source_files",
     "SaveError": "save",
-    "TieConflict": "load",
+    "TieConflict": "targets",
     "apply_patches": "patching",
     "find_fusion": "fusion",
     "find_fusions": "fusion",
     "fuse_modules": "fusion",
     "load_into": "load",
+    "load_model": "fill_model",
     "load_state_dict": "load",
     "register_fusion": "fusion",
     "register_patch_mapping": "patching",
     "save_checkpoint": "save",
     "unregister_fusion": "fusion",
     "unregister_patch_mapping": "patching",
+    "wait_for": "waiting",
 }
 
 

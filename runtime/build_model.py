@@ -71,7 +71,10 @@ def record_of(model: nn.Module) -> ModelRecord | None:
         return None
     if _find_class(type(model).__name__, model_type) is not type(model):
         return None
-    return record_config(type(model).__name__, json.loads(config.to_json_string(use_diff=False)), model)
+    values = json.loads(config.to_json_string(use_diff=False)) | {
+        "model_type": model_type
+    }  # it writes its class's type
+    return record_config(type(model).__name__, values, model)
 
 
 def record_config(class_name: str, config: Mapping[str, object], model: nn.Module) -> ModelRecord:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from traceback import clear_frames
 
 import torch
 from torch import nn
@@ -15,12 +17,15 @@ from loadplan.runtime.artifact import Artifact, files_used, open_any
 from loadplan.runtime.collector import paused_collector
 from loadplan.runtime.execute import Execution, Mode, Residency
 from loadplan.runtime.loading import Progress
-from loadplan.runtime.memory import allocate, memory_of, same_bytes
+from loadplan.runtime.memory import allocate, memory_of
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Constant
 from loadplan.runtime.source_files import find_files
+from loadplan.runtime.targets import TargetNames, Targets
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import torch_layout
+
+_TRUE = ("1", "ON", "YES", "TRUE")  # as transformers reads its variables
 
 logger = logging.getLogger(__name__)
 
@@ -69,45 +74,49 @@ def load_state_dict(
         PlanError: the plan is damaged, or has no such rank.
     """
     began = time.perf_counter()
-    opened, location = _resolve(plan, checkpoint)
-    if threads is not None and threads < 1:
-        raise ArgumentError(f"threads={threads}: at least 1")
-    section = opened.section(rank)
-    files = find_files(location, opened.head.files, files_used(opened, rank))
+    opened, location = resolve(plan, checkpoint)
+    bounded = threads_for(threads)
     wanted = torch.device(device)
-    staged = wanted if wanted.type == "cuda" else None
     with paused_collector():
-        execution = Execution(opened.head, section, rank, files, mode, threads, residency, staged)
-        loaded = execution.run(progress=progress)
-    tensors = {tensor.name: loaded[number] for number, tensor in enumerate(opened.head.tensors)}
-    for group in opened.head.equal_ties:
-        for count, name in enumerate(group):
-            equal = (tensors[other] for other in group[:count] if same_bytes(tensors[other], tensors[name]))
-            tensors[name] = next(equal, tensors[name])
-    _refuse_open_ties(opened, tensors)
-    if wanted.type not in ("cpu", "cuda"):
-        moved = {id(tensor): tensor.to(wanted) for tensor in tensors.values()}
-        tensors = {name: moved[id(tensor)] for name, tensor in tensors.items()}
-    for other, name in opened.head.aliases:
-        tensors[other] = tensors[name]
+        loaded = read_tensors(opened, location, rank, wanted, mode, bounded, progress, residency)
+        moved = None if wanted.type in ("cpu", "cuda") else wanted
+        tensors = Targets(TargetNames(opened.head), moved, lambda numbers: loaded).all()
     logger.info("loaded %d tensors in %.3f s", len(tensors), time.perf_counter() - began)
-    return dict(sorted(tensors.items())) if opened.head.aliases else tensors
+    return tensors
 
 
-class TieConflict(LoadplanError, ValueError):
-    """Tied names have different tensors in the checkpoint, and others of the same tie have none of their own."""
+def read_tensors(
+    plan: Plan,
+    location: str | Path,
+    rank: int,
+    device: torch.device,
+    mode: Mode,
+    threads: int | None,
+    progress: Progress | None,
+    residency: Residency,
+) -> dict[int, torch.Tensor]:
+    """All tensors of `rank` by number, on the CPU or a CUDA `device`. Whoever keeps an error keeps no file by it."""
+    try:
+        return begin_execution(plan, location, rank, device, mode, threads, residency).run(progress=progress)
+    except BaseException as error:
+        clear_frames(error.__traceback__)  # they hold files and maps, as long as the error is held (cases B76)
+        raise
 
 
-def _refuse_open_ties(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse to choose for a name between different tensors (cases B25): any choice could be the wrong matrix."""
-    for group in plan.head.equal_ties:
-        open_names = sorted(other for other, name in plan.head.aliases if name in group)
-        different = [name for name in group if tensors[name] is not tensors[group[0]]]
-        if open_names and different:
-            raise TieConflict(
-                f"{', '.join(open_names)} should be tied to {' and '.join(group)}, but {different[0]} differs from "
-                f"{group[0]} in this checkpoint: say which is meant by a rule that renames it, or correct the ties"
-            )
+def begin_execution(
+    plan: Plan,
+    location: str | Path,
+    rank: int,
+    device: torch.device,
+    mode: Mode,
+    threads: int | None,
+    residency: Residency,
+) -> Execution:
+    """What loads `rank`, its files found and checked. Raises `FileMismatch`, `LocationError` and `PlanError`."""
+    section = plan.section(rank)
+    files = find_files(location, plan.head.files, files_used(plan, rank))
+    staged = device if device.type == "cuda" else None
+    return Execution(plan.head, section, rank, files, mode, threads, residency, staged)
 
 
 def load_into(
@@ -130,9 +139,9 @@ def load_into(
             device, or names that share a tensor in the module have different ones in the checkpoint.
         And what `load_state_dict` raises.
     """
-    opened, location = _resolve(plan, checkpoint)
+    opened, location = resolve(plan, checkpoint)
     opened.section(rank)  # a rank that there is
-    _check_module(module, opened, rank)
+    check_module(module, opened, rank)
     tensors = load_state_dict(opened, location, rank, mode=mode, threads=threads, progress=progress)
     _check_ties(module, tensors)
     parameters: dict[int, nn.Parameter] = {}
@@ -140,7 +149,7 @@ def load_into(
         for constant in opened.head.constants:
             path, _, leaf = constant.name.rpartition(".")
             if module.get_buffer(constant.name).is_meta:
-                setattr(module.get_submodule(path), leaf, _value(constant))
+                setattr(module.get_submodule(path), leaf, constant_value(constant))
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
@@ -155,7 +164,7 @@ def load_into(
     return module
 
 
-def _resolve(plan: Plan | Artifact | str | Path, checkpoint: str | Path | None) -> tuple[Plan, str | Path]:
+def resolve(plan: Plan | Artifact | str | Path, checkpoint: str | Path | None) -> tuple[Plan, str | Path]:
     """The plan, and where its files lie."""
     opened = open_any(plan)
     if isinstance(opened, Artifact):
@@ -167,7 +176,31 @@ def _resolve(plan: Plan | Artifact | str | Path, checkpoint: str | Path | None) 
     return opened, checkpoint
 
 
-def _check_module(module: nn.Module, plan: Plan, rank: int) -> None:
+def is_sequential() -> bool:
+    """Whether the environment asks for loads without threads: `LOADPLAN_SYNC`, or transformers' own word for it."""
+    return any(os.environ.get(name, "").upper() in _TRUE for name in ("LOADPLAN_SYNC", "HF_DEACTIVATE_ASYNC_LOAD"))
+
+
+def threads_for(threads: int | None) -> int | None:
+    """What a load uses where `threads` is asked for. Raises `ArgumentError`."""
+    if threads is not None and threads < 1:
+        raise ArgumentError(f"threads={threads}: at least 1")
+    return 1 if is_sequential() else threads
+
+
+def check_module(
+    module: nn.Module, plan: Plan, rank: int, *, computed: Collection[str] = (), any_dtype: bool = False
+) -> None:
+    """Refuse a module whose names, shapes or dtypes are not the plan's.
+
+    Args:
+        module, plan, rank: what is loaded where.
+        computed: buffers that get a value which is not the plan's.
+        any_dtype: parameters and buffers of the state dict may have other dtypes than the plan's.
+
+    Raises:
+        ModuleMismatch: it is not what the plan was compiled for, or has a buffer that nothing gives a value.
+    """
     held = module.state_dict(keep_vars=True)
     kinds = {tensor.name: tensor.local_type(rank) for tensor in plan.head.tensors}
     kinds |= {other: kinds[name] for other, name in plan.head.aliases}
@@ -177,14 +210,14 @@ def _check_module(module: nn.Module, plan: Plan, rank: int) -> None:
     faults += [
         f"{name} is {tuple(held[name].shape)} {held[name].dtype} in the module, {kinds[name]} in the plan"
         for name in kinds.keys() & held.keys()
-        if not _fits(held[name], kinds[name])
+        if not (_fits(held[name], kinds[name]) or (any_dtype and tuple(held[name].shape) == kinds[name].shape))
     ]
     buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name not in held}
     constants = {constant.name: constant.type for constant in plan.head.constants}
     faults += [
         f"buffer {name} is on the meta device and its value is not known: build the module's buffers on a real device"
         for name, buffer in buffers.items()
-        if buffer.is_meta and not (name in constants and _fits(buffer, constants[name]))
+        if buffer.is_meta and not (_fits(buffer, constants[name]) if name in constants else name in computed)
     ]
     faults += [
         f"the plan has a value for the buffer {name}, the module has none" for name in constants.keys() - buffers.keys()
@@ -192,7 +225,8 @@ def _check_module(module: nn.Module, plan: Plan, rank: int) -> None:
     _refuse(faults)
 
 
-def _value(constant: Constant) -> torch.Tensor:
+def constant_value(constant: Constant) -> torch.Tensor:
+    """The buffer that the plan has the value of."""
     tensor = allocate(constant.type)
     memory_of(tensor)[:] = constant.data
     return tensor

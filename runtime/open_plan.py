@@ -107,5 +107,8 @@ class Plan:
         temporary = sum(kind.nbytes for number, kind in numbered if number not in tiled)
         return Cost(rank, wanted, read, reads, len(section.copies), temporary, wanted + temporary)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Plan, (self._data, self._name)
+
     def __repr__(self) -> str:
         return f"Plan({self._name!r}, {len(self.head.tensors)} tensors, {self.world_size} ranks, {self.digest[:12]})"

@@ -194,7 +194,7 @@ def save_tiny(
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():  # tied ones once
-            values = torch.randn(parameter.shape, generator=generator) * 10 ** torch.randn(1, generator=generator)
+            values = torch.randn(parameter.shape, generator=generator) * 10 ** torch.randn((), generator=generator)
             parameter.copy_(values)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

@@ -31,9 +31,10 @@ from loadplan.compiler.recipe import Recipe
 from loadplan.compiler.rules import PrefixChange, Rule, WeightConverter, WeightRenaming
 from loadplan.compiler.signature import Signature
 from loadplan.compiler.target import Target
-from loadplan.runtime.load import TieConflict, load_into, load_state_dict
+from loadplan.runtime.load import load_into, load_state_dict
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.save import SaveError, save_checkpoint
+from loadplan.runtime.targets import TieConflict
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
