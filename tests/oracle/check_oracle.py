@@ -4,7 +4,8 @@
 
 Each variant of each model is compiled twice from its files and config.json: with the rules that the installed
 transformers has registered (`loadplan.recipes.bridge`), and with our own library. What the latter loads is saved again
-and compared with the files. The table, written to FILE.md, has one line for each.
+and compared with the files; and as a model it is compared with what `from_pretrained` makes, also once both are saved.
+The table, written to FILE.md, has one line for each.
 
 What transformers gets wrong must not be the measure. Of the faults that are known (cases B48: the rotary permutation
 of keys with fewer heads than queries), these models meet none, since their configs avoid them; the right results are
@@ -38,11 +39,11 @@ from loadplan.compiler.read_signature import read_pretrained
 from loadplan.compiler.recipe import Recipe
 from loadplan.compiler.rules import WeightRenaming
 from loadplan.recipes.bridge import bridge_recipe
-from loadplan.runtime import load_state_dict, save_checkpoint
+from loadplan.runtime import load_model, load_state_dict, save_checkpoint
 from loadplan.runtime.build_model import build_model
 
 VARIANTS = ("orig", "full")
-_WAYS = ("bridge", "own", "saved")
+_WAYS = ("bridge", "own", "saved", "model")
 _SHOWN = 3  # problems, or names of tensors, in a reason
 _MEASURE = (
     "The measure is the state dict that transformers makes of the same files. Where it is known to be wrong (the rotary "
@@ -62,6 +63,7 @@ class Outcome:
     bridge: str
     own: str
     saved: str
+    model: str
     tensors: int
 
 
@@ -91,8 +93,10 @@ def check(models: Path, name: str, variant: str) -> Outcome:
     try:
         case = _read_case(models / name / variant, name, wanted)
     except LoadplanError as error:
-        return Outcome(name, variant, _reason(error), _reason(error), _reason(error), len(wanted))
-    return Outcome(name, variant, _compare(case, case.recipe), _compare(case, None), _save(case), len(wanted))
+        why = _reason(error)
+        return Outcome(name, variant, why, why, why, why, len(wanted))
+    ways = _compare(case, case.recipe), _compare(case, None), _save(case), _compare_models(case)
+    return Outcome(name, variant, *ways, len(wanted))
 
 
 def _read_case(folder: Path, name: str, wanted: Mapping[str, torch.Tensor]) -> Case:
@@ -167,6 +171,59 @@ def _save(case: Case) -> str:
     return f"{len(lost)} tensors are not restored: {', '.join(lost[:_SHOWN])}" if lost else ""
 
 
+def _compare_models(case: Case) -> str:
+    """How the model that our own recipe loads differs from that of `from_pretrained`; empty if in nothing.
+
+    The layers behind the last one have no class of their own that a config could name.
+    """
+    if case.signature.model is None:
+        return ""
+    theirs: Any = type(build_model(case.checkpoint.config or {}))
+    try:
+        plan = compile_plan(case.checkpoint, None, case.signature, case.target)
+        one, other = theirs.from_pretrained(case.folder), load_model(plan, case.folder)
+        return "; ".join(differences(one, other))
+    except LoadplanError as error:
+        return _reason(error)
+
+
+def differences(one: Any, other: Any) -> Iterator[str]:
+    """In what two models of transformers differ: tensors bit for bit, ties, configs, mode, and what they save."""
+    held, found = (_tensors(model) for model in (one, other))
+    if held.keys() != found.keys() or type(one) is not type(other) or other.training:
+        yield f"{type(other).__name__} is of another class, with other names, or training"
+        return
+    if wrong := [name for name, tensor in held.items() if not _same(found[name], tensor)]:
+        yield f"{len(wrong)} tensors of the model differ: {', '.join(wrong[:_SHOWN])}"
+    if _ties(one) != _ties(other) or one.all_tied_weights_keys != other.all_tied_weights_keys:
+        yield "other names are tied"
+    if one.config.to_dict() != other.config.to_dict() or one.name_or_path != other.name_or_path:
+        yield "the config differs"
+    if one.can_generate() and one.generation_config.to_dict() != other.generation_config.to_dict():
+        yield "the generation config differs"
+    if vars(one).keys() != vars(other).keys():
+        yield f"attributes differ: {sorted(vars(one).keys() ^ vars(other).keys())}"
+    with tempfile.TemporaryDirectory() as folder:
+        one.save_pretrained(f"{folder}/one")
+        other.save_pretrained(f"{folder}/other")
+        written, wanted = (
+            {path.name: path.read_bytes() for path in Path(folder, name).iterdir()} for name in ("other", "one")
+        )
+    if changed := sorted(name for name in written.keys() | wanted.keys() if written.get(name) != wanted.get(name)):
+        yield f"save_pretrained writes others: {', '.join(changed)}"
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**model.state_dict(), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _ties(model: nn.Module) -> set[frozenset[str]]:
+    owners: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        owners.setdefault(id(tensor), []).append(name)
+    return {frozenset(names) for names in owners.values() if len(names) > 1}
+
+
 def _same(loaded: torch.Tensor | None, wanted: torch.Tensor) -> bool:
     if loaded is None or (loaded.shape, loaded.dtype) != (wanted.shape, wanted.dtype):
         return False
@@ -182,17 +239,18 @@ def _reason(error: LoadplanError) -> str:
 
 def table_of(outcomes: Sequence[Outcome]) -> str:
     """The outcomes in Markdown: the counts, then a line for each variant."""
-    bridge, own, saved = (sum(not getattr(outcome, way) for outcome in outcomes) for way in _WAYS)
+    bridge, own, saved, model = (sum(not getattr(outcome, way) for outcome in outcomes) for way in _WAYS)
     counts = (
-        f"{bridge} load bit for bit through the bridge, {own} by our own recipes, {saved} are saved back as they were"
+        f"{bridge} load bit for bit through the bridge, {own} by our own recipes, {saved} are saved back as they were, "
+        f"{model} are the model that from_pretrained gives"
     )
     lines = [
         f"{len(outcomes)} checkpoints: {counts}.",
         "",
         _MEASURE,
         "",
-        "| model | variant | tensors | bridge | own | saved | reason |",
-        "|---|---|---|---|---|---|---|",
+        "| checkpoint | variant | tensors | bridge | own | saved | model | reason |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for outcome in outcomes:
         reasons = [getattr(outcome, way) for way in _WAYS]

@@ -51,6 +51,7 @@ def test_bridge_and_library_do_what_transformers_does(models: Path, key: str) ->
     assert {outcome.name: outcome.bridge for outcome in outcomes if outcome.bridge} == {}
     assert {outcome.name: outcome.own for outcome in outcomes if outcome.own} == {}
     assert {outcome.name: outcome.saved for outcome in outcomes if outcome.saved} == {}
+    assert {outcome.name: outcome.model for outcome in outcomes if outcome.model} == {}
     assert all(outcome.tensors for outcome in outcomes)
 
 
@@ -77,8 +78,10 @@ def test_the_table_counts_and_gives_reasons(models: Path, tmp_path: Path, capsys
     assert sum(line.startswith("| olmo_hybrid") for line in lines) == count
     assert lines[0] in capsys.readouterr().out
 
-    failed = table_of([Outcome("a", "orig", "missing: b | c", "", "", 3), Outcome("d", "full", "", "x", "y", 4)])
-    counts = "1 load bit for bit through the bridge, 1 by our own recipes, 1 are saved back as they were."
+    failed = table_of(
+        [Outcome("a", "orig", "missing: b | c", "", "", "", 3), Outcome("d", "full", "", "x", "y", "z", 4)]
+    )
+    counts = "1 load bit for bit through the bridge, 1 by our own recipes, 1 are saved back as they were, 1 are the model that from_pretrained gives."
     assert failed.splitlines()[0] == f"2 checkpoints: {counts}"
-    assert "| a | orig | 3 | FAIL | pass | pass | missing: b \\| c |" in failed
-    assert "| d | full | 4 | pass | FAIL | FAIL | x |" in failed
+    assert "| a | orig | 3 | FAIL | pass | pass | pass | missing: b \\| c |" in failed
+    assert "| d | full | 4 | pass | FAIL | FAIL | FAIL | x |" in failed
