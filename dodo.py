@@ -2,21 +2,7 @@
 
 from pathlib import Path
 
-from loadplan.compiler.tasks import task_compile, task_convert, task_verify
-
-__all__ = [
-    "task_bench",
-    "task_compile",
-    "task_convert",
-    "task_link",
-    "task_lint",
-    "task_oracle",
-    "task_tests",
-    "task_types",
-    "task_verify",
-]
-
-DOIT_CONFIG = {"default_tasks": ["compile", "convert", "verify"]}
+from loadplan.compiler.tasks import *
 
 ROOT = Path(__file__).parent
 FOLDERS = ("cache", "compiler", "recipes", "runtime")

@@ -1,93 +1,36 @@
 """Building what loadplan.toml lists: plans, artifacts and their proof, each only when what it is made of changed.
 
-What a step is made of is a mapping of named parts to digests, its key their digest. A record beside each output holds
-the parts it was built from; comparing them says whether to build, and why. Plans are also filed in the cache under
-their key, so that an output that was lost, or built elsewhere with the same cache, is fetched. Nothing here imports
+What a step is made of is a mapping of named parts, its key their digest. A record beside each output holds the parts it
+was built from; comparing them says whether to build, and why. What was built is also filed in the cache under its key,
+so that an output that was lost, or built elsewhere with the same cache or a remote, is fetched. Nothing here imports
 torch as long as there is nothing to do.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import loadplan.compiler
-import loadplan.runtime
-from loadplan.cache import Cache, canonical_json, digest_json
-from loadplan.cache.digest import digest_bytes
-from loadplan.cache.record import find_record, write_record
+from loadplan.cache.digest import digest_json
 from loadplan.cache.write_file import make_folder, write_atomically
+from loadplan.compiler.build_cache import BuildCache, Progress
+from loadplan.compiler.build_code import compiler_digest, converter_digest
 from loadplan.compiler.build_file import BuildFileError, Project, Variant
-from loadplan.compiler.checkpoint import Checkpoint
-from loadplan.compiler.patterns import PatternError
-from loadplan.compiler.pipeline import (
-    choose_recipe,
-    compile_parts,
-    model_dtype,
-    provenance,
-    signature_of_config,
-    without_floats,
-)
-from loadplan.compiler.read_folder import read_checkpoint
-from loadplan.compiler.recipe import Recipe
-from loadplan.compiler.registry import parse_config
-from loadplan.compiler.signature import Signature
-from loadplan.compiler.target import Target
-from loadplan.runtime.artifact import PLAN_NAME
+from loadplan.compiler.build_inputs import InputReader, Inputs
+from loadplan.compiler.build_lock import LOCK_NAME, Lock, Locked
+from loadplan.compiler.build_step import Step
+from loadplan.compiler.pipeline import compile_parts
+from loadplan.runtime.artifact import PLAN_NAME, Artifact
 from loadplan.runtime.location import locate
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan_format import PlanError
 
-_PLAN, _SIGNATURE = "plan", "signature"  # blobs of actions
+_PLAN = "plan"  # the blob of an action
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a variant's plan is made of."""
-
-    checkpoint: Checkpoint
-    recipe: Recipe
-    signature: Signature | None
-    target: Target
-    note: str  # why there is no signature
-    parts: Mapping[str, str]  # part -> digest
-
-    @property
-    def key(self) -> str:
-        """The action key: equal for equal parts, wherever the files lie."""
-        return digest_json(dict(self.parts))
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One output of a variant: where it lies, and the record of what it was built from."""
-
-    output: Path
-    record: Path
-
-    def reasons(self, parts: Mapping[str, str]) -> list[str]:
-        """Why it must be built; empty when it is up to date."""
-        held = find_record(self.record)
-        if not isinstance(held, dict) or not isinstance(held.get("parts"), dict):
-            return ["not done before"]
-        before = held["parts"]
-        changed = sorted(part for part in {*parts, *before} if parts.get(part) != before.get(part))
-        if changed:
-            return [f"{part} changed" for part in changed]
-        if self.output.name and _state_of(self.output) != held.get("state"):
-            return [f"{self.output.name} is missing or damaged"]
-        return []
-
-    def write_record(self, parts: Mapping[str, str]) -> None:
-        """Note that the output is built from `parts`."""
-        make_folder(self.record.parent)
-        write_record(self.record, {"parts": dict(parts), "state": _state_of(self.output)})
+class NotAvailable(BuildFileError):
+    """Something is to be fetched that neither the cache nor a remote has, or built without its checkpoint."""
 
 
 class Build:
@@ -95,214 +38,270 @@ class Build:
 
     def __init__(self, project: Project) -> None:
         self.project = project
-        self._cache = Cache(project.cache)
-        self.inputs = cache(self._inputs)
+        self.cache = BuildCache(project.cache)
+        self.lock = Lock(project.folder / LOCK_NAME)
+        self._reader = InputReader(project, self.cache, self.lock)
+        self._inputs: dict[str, Inputs] = {}
+
+    def inputs(self, variant: Variant) -> Inputs:
+        """What the variant's plan is made of."""
+        if variant.label not in self._inputs:
+            self._inputs[variant.label] = self._reader.read(variant)
+        return self._inputs[variant.label]
 
     # -- plan ----------------------------------------------------------------------------------------------------
 
     def plan_step(self, variant: Variant) -> Step:
         """The plan file of `variant`."""
-        return self._step(variant, f"{variant.label}.loadplan")
+        return self._step(variant, "", "plan")
+
+    def plan_path(self, variant: Variant) -> Path:
+        """Where it lies."""
+        return self.project.output / f"{variant.label}.loadplan"
 
     def plan_reasons(self, variant: Variant) -> list[str]:
         """Why the plan must be built; empty when it is up to date."""
-        return self.plan_step(variant).reasons(self.inputs(variant).parts)
+        return self.plan_step(variant).reasons(self.inputs(variant).parts, self.cache.files)
 
     def build_plan(self, variant: Variant) -> str:
         """Fetch or compile the plan; returns a line that says what was done.
 
         Raises:
             CompileError: the parts do not make a plan.
+            NotAvailable: the plan is nowhere, and the checkpoint not here.
         """
-        inputs, step = self.inputs(variant), self.plan_step(variant)
-        found = self._cache.fetch(inputs.key) or {}
-        plan, how = self._usable(found.get(_PLAN)), "from the cache"
+        inputs = self.inputs(variant)
+        plan, how = self._find_plan(inputs), "from the cache"
         if plan is None:
             plan, how = self._compile(variant, inputs), "compiled"
-            self._cache.put(inputs.key, {_PLAN: plan.to_bytes()}, {"variant": variant.label})
-        make_folder(step.output.parent)
-        write_atomically(step.output, plan.to_bytes())
-        step.write_record(inputs.parts)
+            self.cache.put(inputs.key, {_PLAN: plan.to_bytes()}, {"kind": "plan", "label": variant.label})
+        self._write_plan(variant, inputs, plan)
         cost = plan.cost(0)
         return (
             f"{how}: {plan.report.sources} sources -> {plan.report.targets} targets, {plan.world_size} ranks, "
             f"rank 0 reads {cost.read_nbytes:,} bytes for {cost.target_nbytes:,}"
         )
 
-    def _usable(self, data: bytes | None) -> Plan | None:
+    def _find_plan(self, inputs: Inputs) -> Plan | None:
+        data = self.cache.fetch_one(inputs.key, _PLAN)
         try:
             return None if data is None else Plan(data)
         except PlanError:
             return None  # of another format: compile again
 
+    def _open_plan(self, variant: Variant) -> Plan:
+        """The plan that was built. Raises `NotAvailable` when what lies there is another."""
+        path, record = self.plan_path(variant), self.plan_step(variant).find_record()
+        plan = Plan.open(path) if path.is_file() else None
+        if plan is None or record is None or plan.digest != record.info.get("plan"):
+            raise NotAvailable(f"{path}: is not the plan that was built; run `doit compile:{variant.label}`")
+        return plan
+
+    def _write_plan(self, variant: Variant, inputs: Inputs, plan: Plan) -> None:
+        path = self.plan_path(variant)
+        make_folder(path.parent)
+        write_atomically(path, plan.to_bytes())
+        self.plan_step(variant).write_record(inputs.parts, [path.name], {"plan": plan.digest}, self.cache.files)
+
     def _compile(self, variant: Variant, inputs: Inputs) -> Plan:
-        notes = (inputs.note,) if inputs.note else ()
-        return compile_parts(inputs.checkpoint, inputs.recipe, inputs.signature, inputs.target, notes)
-
-    def _inputs(self, variant: Variant) -> Inputs:
-        options = variant.options
-        checkpoint = read_checkpoint(variant.source)
-        target = Target(options.dtype, options.tp_size, missing=options.missing, unexpected=options.unexpected)
-        signature, note = (None, "") if options.signature == "recipe" else self._signature(checkpoint, target)
-        if signature is None and options.signature == "transformers":
-            raise BuildFileError(f'{variant.label}: signature = "transformers", but there is {note}')
-        recipe = self._recipe(options.recipe, checkpoint, signature)
-        parts = provenance(checkpoint, recipe, signature, target)
-        parts |= {"signature": parts["signature"] or note, "loadplan": compiler_digest()}
-        return Inputs(checkpoint, recipe, signature, target, note, parts)
-
-    def _signature(self, checkpoint: Checkpoint, target: Target) -> tuple[Signature | None, str]:
-        """What the model wants; or None, and why it is not known. Filed in the cache, so that torch is not needed again.
-
-        Raises:
-            CompileError: transformers knows the class, and cannot build it from this config.
-        """
-        made_of = {
-            "config": without_floats(dict(checkpoint.config or {})),
-            "dtype": model_dtype(checkpoint, target),
-            "fusions": target.fusions,
-            "transformers": _transformers_version(),
-            "loadplan": compiler_digest(),
-        }
-        key = digest_json(made_of)
-        found = self._cache.fetch(key) or {}
-        if _SIGNATURE in found:
-            data = json.loads(found[_SIGNATURE])
-            return (None if data["signature"] is None else Signature.from_json(data["signature"])), data["note"]
-        signature, note = signature_of_config(checkpoint, target)
-        data = {"signature": None if signature is None else signature.to_json(), "note": note}
-        self._cache.put(key, {_SIGNATURE: canonical_json(data)})
-        return signature, note
-
-    def _recipe(self, name: str, checkpoint: Checkpoint, signature: Signature | None) -> Recipe:
-        path, separator, attribute = name.rpartition(":")
-        if not separator:
-            return choose_recipe(None if name == "auto" else name, checkpoint, signature)
-        found = getattr(_load_file(self.project.folder / path), attribute, None)
-        recipe = found if isinstance(found, Recipe) or not callable(found) else found(parse_config(checkpoint.config))
-        if not isinstance(recipe, Recipe):
-            raise BuildFileError(
-                f"recipe {name!r}: {path} has no Recipe, or function that makes one, called {attribute!r}"
+        if not inputs.is_here:
+            raise NotAvailable(
+                f"{variant.label}: {variant.source} is not on this machine, and neither cache nor remotes have its plan; "
+                "run `doit push` where it is"
             )
-        return recipe
+        sources = self._reader.sources(variant, inputs)
+        notes = (inputs.outline.note,) if inputs.outline.note else ()
+        return compile_parts(sources.checkpoint, sources.recipe, sources.signature, sources.target, notes)
 
     # -- artifact ------------------------------------------------------------------------------------------------
 
     def artifact_step(self, variant: Variant) -> Step:
         """The converted files of `variant`."""
-        return self._step(variant, f"{variant.label}.converted")
+        return self._step(variant, f"{variant.label}.converted", "artifact")
 
     def artifact_parts(self, variant: Variant) -> dict[str, str]:
-        """What the converted files are made of: the plan, and the bytes of the files it reads."""
+        """What the converted files are made of: the plan, the bytes of the files it reads, and our code."""
+        record = self.plan_step(variant).find_record()
+        plan = "" if record is None else record.info.get("plan", "")
+        contents = {f"content of {name}": digest for name, digest in self.contents(variant).items()}
+        return {"plan": plan, "loadplan's conversion": converter_digest(), **contents}
+
+    def contents(self, variant: Variant) -> Mapping[str, str]:
+        """The digest of each file of the checkpoint."""
+        inputs = self.inputs(variant)
+        if not inputs.is_here:
+            locked = self.lock.find(variant)
+            return {} if locked is None else locked.contents
         folder = locate(variant.source)
         folder = folder.parent if folder.is_file() else folder
-        files = self.inputs(variant).checkpoint.files
-        plan = find_record(self.plan_step(variant).record)
-        state = plan.get("state") if isinstance(plan, dict) else None
-        contents = {f"content of {file.name}": self._cache.files.digest(folder / file.name) for file in files}
-        return {"plan": str(state), **contents}
+        return {file.name: self.cache.files.digest(folder / file.name) for file in inputs.facts.files}
 
     def artifact_reasons(self, variant: Variant) -> list[str]:
         """Why the files must be converted; empty when they are up to date."""
-        step = self.artifact_step(variant)
-        reasons = step.reasons(self.artifact_parts(variant))
-        return reasons or self._damaged(step.output)
+        return self.artifact_step(variant).reasons(self.artifact_parts(variant), self.cache.files)
 
-    def _damaged(self, folder: Path) -> list[str]:
-        """Converted files that are not as they were written; each is hashed once and then known by its times."""
-        files = Plan.open(folder / PLAN_NAME).head.files
-        bad = [f.name for f in files if self._cache.files.digest(folder / f.name) != f.content_digest]
-        return [f"{name} is damaged" for name in bad]
+    def build_artifact(self, variant: Variant, progress: Progress | None = None) -> str:
+        """Fetch the converted files, or convert; returns a line that says what was done.
 
-    def build_artifact(self, variant: Variant) -> str:
-        """Convert; returns a line that says what was done."""
+        Raises:
+            NotAvailable: they are nowhere, and the checkpoint not here.
+            BuildFileError: the checkpoint changed meanwhile.
+        """
+        parts = self.artifact_parts(variant)
+        if self._fetch_artifact(variant, parts):
+            return f"from the cache: {self._said(variant)}"
+        self._convert(variant, parts, progress)
+        return f"converted: {self._said(variant)}"
+
+    def _fetch_artifact(self, variant: Variant, parts: Mapping[str, str]) -> bool:
+        """Lay out the files that were converted before, here or elsewhere; whether there are any."""
+        found = self.cache.find(artifact_key(parts))
+        if found is None:
+            return False
+        folder = self.artifact_step(variant).folder
+        self.cache.materialize(found, folder)
+        self._note_artifact(variant, parts)
+        return True
+
+    def _convert(self, variant: Variant, parts: Mapping[str, str], progress: Progress | None) -> None:
         from loadplan.compiler.conversion import convert  # imports torch
 
-        step, parts = self.artifact_step(variant), self.artifact_parts(variant)
-        if step.record.is_file() and not (step.output / PLAN_NAME).is_file():
-            shutil.rmtree(step.output, ignore_errors=True)  # ours, and damaged
-        artifact = convert(self.plan_step(variant).output, variant.source, step.output)
+        if not self.inputs(variant).is_here:
+            raise NotAvailable(
+                f"{variant.label}: {variant.source} is not on this machine, and neither cache nor remotes have its "
+                "converted files; run `doit push` where it is"
+            )
+        step = self.artifact_step(variant)
+        if step.path.is_file() and not (step.folder / PLAN_NAME).is_file():
+            shutil.rmtree(step.folder, ignore_errors=True)  # ours, and damaged
+        convert(self._open_plan(variant), variant.source, step.folder, progress)
         if parts != self.artifact_parts(variant):
             raise BuildFileError(f"{variant.label}: its files changed while they were converted; run again")
-        step.write_record(parts)
-        files = artifact.plan.head.files
-        return f"converted: {sum(file.size for file in files):,} bytes in {len(files)} files"
+        files = {path.name: path for path in sorted(step.folder.iterdir())}
+        self.cache.put_files(artifact_key(parts), files, {"kind": "converted", "label": variant.label})
+        self._note_artifact(variant, parts)
+
+    def _note_artifact(self, variant: Variant, parts: Mapping[str, str]) -> None:
+        step = self.artifact_step(variant)
+        names = sorted(path.name for path in step.folder.iterdir())
+        step.write_record(parts, names, {}, self.cache.files)
+
+    def _said(self, variant: Variant) -> str:
+        files = Artifact.open(self.artifact_step(variant).folder).plan.head.files
+        return f"{sum(file.size for file in files):,} bytes in {len(files)} files"
 
     # -- proof ---------------------------------------------------------------------------------------------------
 
     def proof_step(self, variant: Variant) -> Step:
         """The record that plan and artifact of `variant` were checked."""
-        return self._step(variant, f"{variant.label}.loadplan", "verified")
+        return self._step(variant, "", "proof")
 
     def proof_parts(self, variant: Variant) -> dict[str, str]:
-        """What was checked: the plan, the source bytes, and the converted files."""
-        parts = self.artifact_parts(variant)
+        """What was checked: the plan, the source bytes, the converted files, and what checked them."""
+        parts = {**self.artifact_parts(variant), "loadplan": compiler_digest()}
         if variant.options.convert:
-            artifact = find_record(self.artifact_step(variant).record)
-            parts["artifact"] = str(artifact.get("state") if isinstance(artifact, dict) else None)
+            parts["converted files"] = self._converted_digest(variant)
         return parts
+
+    def _converted_digest(self, variant: Variant) -> str:
+        """What the converted files hold now, whatever was written."""
+        step = self.artifact_step(variant)
+        if not step.folder.is_dir():
+            return ""
+        return digest_json({path.name: self.cache.files.digest(path) for path in sorted(step.folder.iterdir())})
 
     def proof_reasons(self, variant: Variant) -> list[str]:
         """Why the check must run; empty when it passed for what is there now."""
-        return self.proof_step(variant).reasons(self.proof_parts(variant))
+        return self.proof_step(variant).reasons(self.proof_parts(variant), self.cache.files)
 
     def prove(self, variant: Variant) -> str:
         """Load by plan and from the artifact, and compare with the recipe on whole tensors; returns what was checked.
 
         Raises:
             ProofError: a tensor differs.
+            NotAvailable: it was never checked, and the checkpoint is not here.
         """
+        parts = self.proof_parts(variant)
+        found = self.cache.find(proof_key(parts))
+        said = "" if found is None else f"checked before: {found.info.get('said', '')}"
+        if found is None:
+            said = self._prove(variant, parts)
+            self.cache.put(proof_key(parts), {}, {"kind": "proof", "label": variant.label, "said": said})
+        self.proof_step(variant).write_record(parts, [], {}, self.cache.files)
+        return said
+
+    def _prove(self, variant: Variant, parts: Mapping[str, str]) -> str:
         from loadplan.compiler.prove import prove_loads  # imports torch
 
         inputs = self.inputs(variant)
-        artifact = self.artifact_step(variant).output if variant.options.convert else None
-        plan = Plan.open(self.plan_step(variant).output)
-        parts = self.proof_parts(variant)
-        said = prove_loads(plan, artifact, variant.source, inputs)
-        self.proof_step(variant).write_record(parts)
+        if not inputs.is_here:
+            raise NotAvailable(
+                f"{variant.label}: {variant.source} is not on this machine, and nobody pushed that these files were "
+                "checked; run `doit verify push` where it is"
+            )
+        artifact = self.artifact_step(variant).folder if variant.options.convert else None
+        said = prove_loads(self._open_plan(variant), artifact, variant.source, self._reader.sources(variant, inputs))
+        if parts != self.proof_parts(variant):
+            raise BuildFileError(f"{variant.label}: its files changed while they were checked; run again")
         return said
 
-    def _step(self, variant: Variant, output: str, record: str = "built") -> Step:
-        folder = self.project.output
-        return Step(folder / output, folder / "records" / f"{output}.{record}")
+    # -- sharing -------------------------------------------------------------------------------------------------
+
+    def write_lock(self) -> str:
+        """Note what the checkpoints are, for machines without them; returns a line that says what was done."""
+        found: dict[str, Locked] = {}
+        for variant in self.project.variants:
+            inputs = self.inputs(variant)
+            found[variant.checkpoint] = Locked(variant.written_source, inputs.facts, self.contents(variant))
+        changed = self.lock.write(found)
+        return f"{LOCK_NAME}: {len(found)} checkpoints, {'written' if changed else 'as it was'}"
+
+    def keys(self, variant: Variant) -> dict[str, str]:
+        """The action keys of what is built of `variant`, by kind."""
+        inputs = self.inputs(variant)
+        found = {"signature": inputs.outline.key} if inputs.outline.key else {}
+        found["plan"] = inputs.key
+        if variant.options.convert:
+            found["converted files"] = artifact_key(self.artifact_parts(variant))
+        if not self.proof_reasons(variant):
+            found["proof"] = proof_key(self.proof_parts(variant))
+        return found
+
+    def pull_reasons(self, variant: Variant) -> list[str]:
+        """Why something of `variant` is to be fetched; empty when all of it is here."""
+        return self.plan_reasons(variant) or (self.artifact_reasons(variant) if variant.options.convert else [])
+
+    def pull(self, variant: Variant) -> str:
+        """Lay out plan and converted files from cache or remotes, and build nothing.
+
+        Raises:
+            NotAvailable: they have not got them.
+        """
+        inputs = self.inputs(variant)
+        plan = self._find_plan(inputs)
+        if plan is None:
+            raise NotAvailable(
+                f"{variant.label}: neither cache nor remotes have its plan; run `doit push` where it is built"
+            )
+        self._write_plan(variant, inputs, plan)
+        if not variant.options.convert:
+            return f"pulled the plan, {plan.report.targets} targets"
+        if not self._fetch_artifact(variant, self.artifact_parts(variant)):
+            raise NotAvailable(
+                f"{variant.label}: neither cache nor remotes have its converted files; run `doit push` where it is built"
+            )
+        return f"pulled: {self._said(variant)}"
+
+    def _step(self, variant: Variant, folder: str, kind: str) -> Step:
+        output = self.project.output
+        return Step(output / folder, output / "records" / f"{variant.label}.{kind}")
 
 
-def _state_of(output: Path) -> str:
-    """What tells whether an output is there as it was built: the digest of a plan, or of the plan in an artifact."""
-    file = output / PLAN_NAME if output.is_dir() else output
-    try:
-        return digest_bytes(file.read_bytes())
-    except OSError:
-        return ""
+def artifact_key(parts: Mapping[str, str]) -> str:
+    """The action key of converted files."""
+    return digest_json({"converted": dict(parts)})
 
 
-@cache
-def compiler_digest() -> str:
-    """SHA-256 (hex) of the source of everything that makes a plan: another compiler may make another."""
-    folders = [Path(package.__file__ or "").parent for package in (loadplan.compiler, loadplan.runtime)]
-    files = sorted(
-        (folder.name, path.relative_to(folder).as_posix(), path) for folder in folders for path in folder.rglob("*.py")
-    )
-    return digest_json([[folder, name, digest_bytes(path.read_bytes())] for folder, name, path in files])
-
-
-def _transformers_version() -> str:
-    """The version that would build the model; empty without one. Asked of the installation: importing it takes seconds."""
-    try:
-        return version("transformers")
-    except PackageNotFoundError:
-        return ""
-
-
-@cache
-def _load_file(path: Path) -> object:
-    """The module in the file at `path`, run once."""
-    spec = importlib.util.spec_from_file_location(f"loadplan_recipe_{digest_bytes(str(path).encode())[:12]}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise BuildFileError(f"{path}: no such Python file; recipes are given as file.py:NAME")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (PatternError, SyntaxError, ImportError, NameError, TypeError, ValueError) as error:
-        raise BuildFileError(f"{path}: {type(error).__name__}: {error}") from error
-    return module
+def proof_key(parts: Mapping[str, str]) -> str:
+    """The action key of a proof."""
+    return digest_json({"proof": dict(parts)})

@@ -25,14 +25,14 @@ from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import PlanTensor
 
 if TYPE_CHECKING:
-    from loadplan.compiler.build import Inputs
+    from loadplan.compiler.build_inputs import Sources
 
 
 class ProofError(LoadplanError, AssertionError):
     """A loaded tensor is not what the recipe makes of the checkpoint."""
 
 
-def prove_loads(plan: Plan, artifact: Path | None, source: str | Path, inputs: Inputs) -> str:
+def prove_loads(plan: Plan, artifact: Path | None, source: str | Path, inputs: Sources) -> str:
     """Compare, bit for bit, every tensor of every rank; returns a line that says what was compared.
 
     Raises:

@@ -1,7 +1,8 @@
 """doit tasks that build what loadplan.toml lists; a deployment's dodo.py needs `from loadplan.compiler.tasks import *`.
 
 doit gives the graph, parallelism (`-n`) and reporting. Whether a task is up to date is decided by `build`, from
-content: doit's own check would hash whole checkpoints, and would miss a changed recipe or compiler.
+content: doit's own check would hash whole checkpoints, and would miss a changed recipe or compiler. `doit info TASK`
+shows the reasons; each is one line of the task's status.
 """
 
 from __future__ import annotations
@@ -10,13 +11,25 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from doit.exceptions import TaskFailed
+from doit.exceptions import InvalidDodoFile, TaskFailed
 
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.build import Build
 from loadplan.compiler.build_file import FILE_NAME, Variant, read_project
+from loadplan.compiler.build_report import report_lines
+from loadplan.compiler.build_state import STATE_NAME
 
-__all__ = ["task_compile", "task_convert", "task_verify"]
+__all__ = [
+    "DOIT_CONFIG",
+    "task_compile",
+    "task_convert",
+    "task_lock",
+    "task_pull",
+    "task_report",
+    "task_verify",
+]
+
+DOIT_CONFIG = {"backend": "loadplan", "dep_file": STATE_NAME, "default_tasks": ["compile", "convert", "verify"]}
 
 Task = dict[str, object]
 
@@ -26,54 +39,99 @@ def _build(path: Path) -> Build:
     return Build(read_project(path))
 
 
+def _this_build() -> Build:
+    try:
+        return _build(Path(FILE_NAME).resolve())
+    except LoadplanError as error:
+        raise InvalidDodoFile(str(error)) from error
+
+
+class _Reasons:
+    """Whether a task is up to date, for doit; prints as why it is not, for `doit info`."""
+
+    def __init__(self, find: Callable[[], list[str]]) -> None:
+        self._find = find
+
+    def __call__(self) -> bool:
+        return not self.found()
+
+    def found(self) -> list[str]:
+        """Why the task must run."""
+        try:
+            return self._find()
+        except (LoadplanError, OSError) as error:
+            return [str(error)]  # the task itself meets it again, and fails with it
+
+    def __repr__(self) -> str:
+        return "; ".join(self.found())
+
+
+def _task(name: str | None, make: Callable[[], str], reasons: _Reasons | None, **more: object) -> Task:
+    """A task that prints why it runs and what it did, and fails with the message of a `LoadplanError`."""
+    front = "" if name is None else f"{name}: "
+
+    def run() -> bool | TaskFailed:
+        try:
+            if reasons is not None:
+                print(f"{front}{', '.join(reasons.found())}", flush=True)
+            print(f"{front}{make()}", flush=True)
+        except (LoadplanError, OSError) as error:
+            return TaskFailed(str(error))
+        return True
+
+    named = {} if name is None else {"name": name}
+    checked = {} if reasons is None else {"uptodate": [reasons]}
+    return {**named, "actions": [(run,)], **checked, "verbosity": 2, **more}
+
+
 def _tasks(
-    needs: tuple[str, ...],
-    reasons: Callable[[Build, Variant], list[str]],
+    reasons: Callable[[Build, Variant], list[str]] | None,
     make: Callable[[Build, Variant], str],
-    wanted: Callable[[Variant], bool] = lambda variant: True,
+    *needs: str,
+    only_converted: bool = False,
 ) -> Iterator[Task]:
-    build = _build(Path(FILE_NAME).resolve())
-    variants = [variant for variant in build.project.variants if wanted(variant)]
-    for variant in variants:
-
-        def is_up_to_date(variant: Variant = variant) -> bool:
-            return not _reasons(variant)
-
-        def run(variant: Variant = variant) -> bool | TaskFailed:
-            try:
-                print(f"{variant.label}: {', '.join(_reasons(variant))}", flush=True)
-                print(f"{variant.label}: {make(build, variant)}", flush=True)
-            except LoadplanError as error:
-                return TaskFailed(str(error))
-            return True
-
-        def _reasons(variant: Variant) -> list[str]:
-            try:
-                return reasons(build, variant)
-            except (LoadplanError, OSError) as error:
-                return [str(error)]  # the task itself meets it again, and fails with it
-
-        yield {
-            "name": variant.label,
-            "actions": [(run,)],
-            "uptodate": [is_up_to_date],
-            "task_dep": [f"{need}:{variant.label}" for need in needs if need != "convert" or variant.options.convert],
-            "verbosity": 2,
-        }
+    """A sub-task a variant; those it `needs` come before it."""
+    build = _this_build()
+    for variant in build.project.variants:
+        if only_converted and not variant.options.convert:
+            continue
+        found = None if reasons is None else _Reasons(lambda variant=variant: reasons(build, variant))  # type: ignore[misc]
+        yield _task(
+            variant.label,
+            lambda variant=variant: make(build, variant),  # type: ignore[misc]
+            found,
+            task_dep=[f"{need}:{variant.label}" for need in needs if need != "convert" or variant.options.convert],
+            doc=f"{variant.label}: {variant.written_source}",
+        )
 
 
 def task_compile() -> Iterator[Task]:
     """compile each variant of loadplan.toml into a plan"""
-    yield from _tasks((), Build.plan_reasons, Build.build_plan)
+    yield from _tasks(Build.plan_reasons, Build.build_plan)
 
 
 def task_convert() -> Iterator[Task]:
     """write each variant's weights in their runtime layout"""
-    yield from _tasks(
-        ("compile",), Build.artifact_reasons, Build.build_artifact, lambda variant: variant.options.convert
-    )
+    yield from _tasks(Build.artifact_reasons, Build.build_artifact, "compile", only_converted=True)
 
 
 def task_verify() -> Iterator[Task]:
     """load each variant and compare it, bit for bit, with the recipe on whole tensors"""
-    yield from _tasks(("compile", "convert"), Build.proof_reasons, Build.prove)
+    yield from _tasks(Build.proof_reasons, Build.prove, "compile", "convert")
+
+
+def task_pull() -> Iterator[Task]:
+    """fetch plans and converted files from cache and remotes, and build nothing"""
+    yield from _tasks(Build.pull_reasons, Build.pull)
+
+
+def task_lock() -> Task:
+    """note in loadplan.lock what the checkpoints are, for machines without them"""
+    build = _this_build()
+    return _task(None, build.write_lock, None)
+
+
+def task_report() -> Task:
+    """print what is built and what is not, and why"""
+    build = _this_build()
+    return _task(None, lambda: "\n".join(report_lines(build)), None)

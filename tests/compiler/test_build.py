@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,13 +52,31 @@ convert = false
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    folder = tmp_path / "project"
+    """A project with nothing built."""
+    return _make_project(tmp_path / "project")
+
+
+def _make_project(folder: Path) -> Path:
     (folder / "weights").mkdir(parents=True)
     _write_weights(folder / "weights" / "model.safetensors", seed=0)
     (folder / "recipes.py").write_text(RECIPES, encoding="utf-8")
     (folder / "loadplan.toml").write_text(PROJECT, encoding="utf-8")
     (folder / "dodo.py").write_text("from loadplan.compiler.tasks import *\n", encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="module")
+def built_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = _make_project(tmp_path_factory.mktemp("once") / "project")
+    _doit(folder)
+    return folder
+
+
+@pytest.fixture
+def built(built_once: Path, tmp_path: Path) -> Path:
+    """A project with all built: a copy, since keys are made of contents."""
+    shutil.copytree(built_once, tmp_path / "built", symlinks=True)
+    return tmp_path / "built"
 
 
 def _write_weights(path: Path, seed: int) -> None:
@@ -98,12 +117,11 @@ def test_first_run_builds_and_second_does_nothing(project: Path) -> None:
     assert "imported torch: False" in second
 
 
-def test_what_is_built_loads(project: Path) -> None:
-    _doit(project)
-    stored = load_file(project / "weights" / "model.safetensors")
+def test_what_is_built_loads(built: Path) -> None:
+    stored = load_file(built / "weights" / "model.safetensors")
     stack = torch.stack([stored[f"old.expert.{i}.w"] for i in range(12)])
-    out = project / "build" / "loadplan"
-    whole = load_state_dict(out / "one@whole.loadplan", project / "weights")
+    out = built / "build" / "loadplan"
+    whole = load_state_dict(out / "one@whole.loadplan", built / "weights")
     assert torch.equal(whole["new.experts"], stack)
     artifact = Artifact.open(out / "one@halves.converted")
     for rank in range(2):
@@ -112,51 +130,48 @@ def test_what_is_built_loads(project: Path) -> None:
         assert torch.equal(found["new.lin.weight"], stored["old.lin.weight"][2 * rank : 2 * rank + 2])
 
 
-def test_a_comment_rebuilds_nothing_and_a_pattern_its_own_plans(project: Path) -> None:
-    _doit(project)
-    recipes = project / "recipes.py"
+def test_a_comment_rebuilds_nothing_and_a_pattern_its_own_plans(built: Path) -> None:
+    recipes = built / "recipes.py"
     text = recipes.read_text(encoding="utf-8")
     recipes.write_text("# a comment\n" + text.replace("Recipes of this test", "Other words"), encoding="utf-8")
-    assert _ran(_doit(project)) == []
+    assert _ran(_doit(built)) == []
     recipes.write_text(text.replace('"renamed."', '"called."'), encoding="utf-8")
-    said = _doit(project)
+    said = _doit(built)
     assert _ran(said) == ["compile:one@other", "verify:one@other"]
     assert "one@other: recipe changed" in said
     recipes.write_text(text.replace('"new.experts"', '"new.stack"'), encoding="utf-8")
-    said = _doit(project)
+    said = _doit(built)
     assert {"compile:one@halves", "compile:one@whole", "convert:one@halves", "convert:one@whole"} <= set(_ran(said))
     assert "one@whole: plan changed" in said
 
 
-def test_changed_weights_of_equal_layout_convert_again_but_compile_nothing(project: Path) -> None:
-    _doit(project)
-    _write_weights(project / "weights" / "model.safetensors", seed=1)
-    said = _doit(project)
+def test_changed_weights_of_equal_layout_convert_again_but_compile_nothing(built: Path) -> None:
+    _write_weights(built / "weights" / "model.safetensors", seed=1)
+    said = _doit(built)
     assert _ran(said) == [
         "convert:one@halves", "convert:one@whole", "verify:one@halves", "verify:one@other", "verify:one@whole",
     ]  # fmt: skip
     assert "content of model.safetensors changed" in said
-    found = load_state_dict(Artifact.open(project / "build" / "loadplan" / "one@whole.converted"))
-    assert torch.equal(found["new.experts"][3], load_file(project / "weights" / "model.safetensors")["old.expert.3.w"])
+    found = load_state_dict(Artifact.open(built / "build" / "loadplan" / "one@whole.converted"))
+    assert torch.equal(found["new.experts"][3], load_file(built / "weights" / "model.safetensors")["old.expert.3.w"])
 
 
 @pytest.mark.parametrize("harm", ["remove", "junk"])
 @pytest.mark.parametrize(
     "name", ["one@whole.loadplan", "one@whole.converted/model.safetensors", "one@whole.converted/artifact.loadplan"]
 )
-def test_a_lost_or_damaged_output_is_built_again(project: Path, name: str, harm: str) -> None:
-    _doit(project)
-    path = project / "build" / "loadplan" / name
+def test_a_lost_or_damaged_output_is_built_again(built: Path, name: str, harm: str) -> None:
+    path = built / "build" / "loadplan" / name
     before = path.read_bytes()
     if harm == "remove":
         path.unlink()
     else:
         path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    said = _doit(project)
+    said = _doit(built)
     assert any(task.endswith("one@whole") for task in _ran(said))
-    assert re.search("missing or damaged|is damaged|No such file|cannot be|not a plan", said)
+    assert re.search("is missing|is damaged", said)
     assert path.read_bytes() == before
-    assert _ran(_doit(project)) == []
+    assert _ran(_doit(built)) == []
 
 
 def test_a_moved_project_compiles_nothing_with_its_cache(project: Path, tmp_path: Path) -> None:
@@ -182,10 +197,9 @@ def test_a_fault_fails_the_task_and_leaves_nothing(project: Path) -> None:
     assert _ran(_doit(project, "compile:one@whole")) == ["compile:one@whole"]
 
 
-def test_wrong_values_do_not_verify(project: Path) -> None:
+def test_wrong_values_do_not_verify(built: Path) -> None:
     """A converted file that is well-formed, recorded as good, and wrong in one element."""
-    _doit(project)
-    out = project / "build" / "loadplan"
+    out = built / "build" / "loadplan"
     artifact = out / "one@whole.converted"
     tensors = load_file(artifact / "model.safetensors")
     tensors = {name: value.clone() for name, value in tensors.items()}
@@ -196,9 +210,9 @@ def test_wrong_values_do_not_verify(project: Path) -> None:
     start = 8 + int.from_bytes(raw[:8], "little") + begin
     raw[start : start + end - begin] = tensors["new.experts"].numpy().tobytes()
     (artifact / "model.safetensors").write_bytes(raw)
-    for record in (out / "records").glob("one@whole.*verified"):
+    for record in (out / "records").glob("one@whole.proof"):
         record.unlink()
-    said = _doit(project, "-s", "verify:one@whole", check=False)
+    said = _doit(built, "-s", "verify:one@whole", check=False)
     assert "new.experts, rank 0, from the artifact: values differ" in said
 
 
