@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from many_variants import make_project
 from safetensors.torch import load_file, save_file
 
 from loadplan.runtime import Artifact, load_state_dict
@@ -226,3 +227,13 @@ def test_tasks_are_listed(project: Path) -> None:
     said = _doit(project, "list", "--all")
     assert "compile:one@halves" in said
     assert "compile each variant of loadplan.toml into a plan" in said
+
+
+def test_eighty_variants_with_nothing_to_do_need_no_torch(tmp_path: Path) -> None:
+    """Every fourth checkpoint is a torch file. How long it takes is measured in tests/bench/bench_noop.py."""
+    folder = make_project(tmp_path / "many", checkpoints=20, tensors=3)
+    assert len(_ran(_doit(folder))) == 3 * 80
+    said = _doit(folder)
+    assert _ran(said) == []
+    assert said.count("-- verify:") == 80
+    assert "imported torch: False" in said
