@@ -13,6 +13,7 @@ from pathlib import Path
 
 from loadplan.cache.digest import digest_file
 from loadplan.cache.error import LoadplanError
+from loadplan.compiler.cli_files import add_file_commands
 from loadplan.compiler.pipeline import compile_plan
 from loadplan.compiler.problem import CompileError, Problem
 from loadplan.compiler.show import show_plan
@@ -64,13 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print digest, report and costs as JSON")
     command.set_defaults(run=_compile)
 
-    command = commands.add_parser("convert", help="write what a plan loads as files that the runtime maps")
-    command.add_argument("plan", type=Path, metavar="PLAN")
-    command.add_argument("checkpoint", metavar="CHECKPOINT", help="the checkpoint that the plan was compiled for")
-    command.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; an artifact there is replaced")
-    command.add_argument("--json", action="store_true", help="print the files as JSON")
-    command.set_defaults(run=_convert)
-
     command = commands.add_parser("show", help="print a plan as text")
     command.add_argument("plan", type=Path, metavar="PLAN")
     command.add_argument(
@@ -95,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint", nargs="?", metavar="CHECKPOINT", help="compare its sizes and headers with the plan"
     )
     command.set_defaults(run=_check)
+
+    add_file_commands(commands)
     return parser
 
 
@@ -144,18 +140,6 @@ def _read_signature(path: Path) -> Signature:
     from loadplan.compiler.read_index import read_json
 
     return Signature.of(read_json(path, str(path), "config"))
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from loadplan.compiler.conversion import convert  # imports torch
-
-    artifact = convert(options.plan, options.checkpoint, options.folder)
-    files = artifact.plan.head.files
-    if options.json:
-        print(json.dumps([{"name": f.name, "nbytes": f.size, "sha256": f.content_digest} for f in files], indent=2))
-    else:
-        print("\n".join(f"{options.folder / file.name}: {file.size:,} bytes" for file in files))
-    return 0
 
 
 def _show(options: argparse.Namespace) -> int:

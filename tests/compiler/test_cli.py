@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,35 @@ def test_check_finds_what_was_damaged(weights: Path, tmp_path: Path) -> None:
     done = _run("check", plan, weights)
     assert done.returncode == 1
     assert "w.safetensors: has" in done.stderr
+
+
+def test_save_restores_the_files(weights: Path, tmp_path: Path) -> None:
+    plan, folder, saved = tmp_path / "p", tmp_path / "converted", tmp_path / "saved"
+    _run("compile", weights, "-o", plan)
+    _run("convert", plan, weights, folder)
+    done = _run("save", folder, saved)
+    assert (done.returncode, done.stdout) == (0, f"{saved / 'w.safetensors'}: {weights.stat().st_size:,} bytes\n")
+    assert (saved / "w.safetensors").read_bytes() == weights.read_bytes()
+    trained = {"a.q.weight": torch.arange(8.0).view(2, 4) + 1, "a.norm": torch.zeros(3)}
+    save_file(trained, tmp_path / "trained.safetensors")
+    done = _run("save", plan, tmp_path / "back", "--state", tmp_path / "trained.safetensors", "--json")
+    assert json.loads(done.stdout) == [{"name": "w.safetensors", "nbytes": weights.stat().st_size}]
+    for name, value in load_file(tmp_path / "back" / "w.safetensors").items():
+        assert torch.equal(value, trained[name])
+    done = _run("save", plan, tmp_path / "other")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "give a folder that `loadplan convert` wrote" in done.stderr
+    (tmp_path / "junk.safetensors").write_bytes(b"junk")
+    done = _run("save", plan, tmp_path / "other", "--state", tmp_path / "junk.safetensors")
+    assert done.returncode == 1
+    assert "junk.safetensors: is no safetensors file" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_help_lines_are_lower_case_without_a_full_stop() -> None:
+    for line in re.findall(r"^    \w+ +(\S.*)$", _run("--help").stdout, re.MULTILINE):
+        assert line[0].islower(), line
+        assert not line.endswith("."), line
 
 
 def test_an_error_is_one_line_and_leaves_nothing(weights: Path, tmp_path: Path) -> None:
