@@ -267,6 +267,18 @@ class Build:
             found["proof"] = proof_key(self.proof_parts(variant))
         return found
 
+    def push(self, variant: Variant, progress: Progress | None = None) -> str:
+        """Give all that is built of `variant` to the remotes that may be written; returns a line that says what went.
+
+        Raises:
+            BuildFileError, RemoteError, NotBuilt: as `BuildCache.push`.
+        """
+        sent = self.cache.push(self.keys(variant).values(), progress)
+        return "; ".join(
+            f"to {name}: {report.blobs} blobs, {report.nbytes:,} bytes; {report.known_nbytes:,} bytes were there"
+            for name, report in sent.items()
+        )
+
     def pull_reasons(self, variant: Variant) -> list[str]:
         """Why something of `variant` is to be fetched; empty when all of it is here."""
         return self.plan_reasons(variant) or (self.artifact_reasons(variant) if variant.options.convert else [])

@@ -25,6 +25,7 @@ __all__ = [
     "task_convert",
     "task_lock",
     "task_pull",
+    "task_push",
     "task_report",
     "task_verify",
 ]
@@ -123,6 +124,12 @@ def task_verify() -> Iterator[Task]:
 def task_pull() -> Iterator[Task]:
     """fetch plans and converted files from cache and remotes, and build nothing"""
     yield from _tasks(Build.pull_reasons, Build.pull)
+
+
+def task_push() -> Iterator[Task]:
+    """give what is built, and was verified, to the remotes that may be written"""
+    for task in _tasks(None, Build.push, "compile", "convert", "verify"):
+        yield {**task, "setup": ["lock"]}
 
 
 def task_lock() -> Task:
