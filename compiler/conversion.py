@@ -65,19 +65,24 @@ def convert(
     """
     opened = plan if isinstance(plan, Plan) else Plan.open(plan)
     place = Path(folder)
-    if place.exists() and (not place.is_dir() or (any(place.iterdir()) and not (place / PLAN_NAME).is_file())):
-        raise ArtifactExists(f"{place}: exists and is no artifact; give another folder, or remove it")
+    check_place(place)
     files = find_files(checkpoint, opened.head.files)
     make_folder(place.parent)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as temporary:
         draft = Path(temporary, "artifact")
         draft.mkdir()
         _write_all(opened, files, draft, progress, alone_nbytes)
-        _swap(draft, place, Path(temporary, "replaced"))
+        swap_folder(draft, place, Path(temporary, "replaced"))
     return Artifact.open(place)
 
 
-def _swap(draft: Path, place: Path, aside: Path) -> None:
+def check_place(place: Path) -> None:
+    """Raise `ArtifactExists` unless an artifact may be put there."""
+    if place.exists() and (not place.is_dir() or (any(place.iterdir()) and not (place / PLAN_NAME).is_file())):
+        raise ArtifactExists(f"{place}: exists and is no artifact; give another folder, or remove it")
+
+
+def swap_folder(draft: Path, place: Path, aside: Path) -> None:
     """Put the finished folder in its place; what was there goes aside, to be removed."""
     if place.exists():
         place.rename(aside)
@@ -91,14 +96,14 @@ def _swap(draft: Path, place: Path, aside: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Output:
+class Output:
     """One file to write."""
 
     group: FileGroup
     layout: FileLayout
 
     @classmethod
-    def of(cls, head: Head, group: FileGroup) -> _Output:
+    def of(cls, head: Head, group: FileGroup) -> Output:
         tensors = [head.tensors[number] for number in group.numbers]
         kinds = {t.name: t.type if group.rank is None else t.local_type(group.rank) for t in tensors}
         return cls(group, lay_out(kinds, _METADATA))
@@ -107,7 +112,26 @@ class _Output:
 def _write_all(
     plan: Plan, files: Sequence[SourceFile], folder: Path, progress: Progress | None, alone_nbytes: int
 ) -> None:
-    outputs = [_Output.of(plan.head, group) for group in group_files(plan.head, alone_nbytes)]
+    outputs = outputs_of(plan, alone_nbytes)
+    complete(plan, outputs, write_outputs(plan, files, outputs, folder, progress), folder)
+    for path in folder.iterdir():  # last, so that the kernel writes many files at once
+        with path.open("rb") as finished:
+            os.fsync(finished.fileno())
+
+
+def outputs_of(plan: Plan, alone_nbytes: int = ALONE_NBYTES) -> list[Output]:
+    """The files that `plan` is converted into. Which, and their bytes, follows from the plan alone."""
+    return [Output.of(plan.head, group) for group in group_files(plan.head, alone_nbytes)]
+
+
+def write_outputs(
+    plan: Plan,
+    files: Sequence[SourceFile],
+    outputs: Sequence[Output],
+    folder: Path,
+    progress: Progress | None = None,
+) -> list[PlanFile]:
+    """Write some or all of `outputs_of(plan)` into `folder`, each by itself; what was written, in their order."""
     numbers = {tensor.name: number for number, tensor in enumerate(plan.head.tensors)}
     order = [(output.group.rank, numbers[name]) for output in outputs for name in output.layout.offsets]
     loader = _Loader(plan, files, order)
@@ -126,13 +150,15 @@ def _write_all(
         done += layout.size
         if progress is not None:
             progress(done, total)
+    return written
+
+
+def complete(plan: Plan, outputs: Sequence[Output], written: Sequence[PlanFile], folder: Path) -> None:
+    """Put beside all of `outputs_of(plan)` what makes an artifact of them."""
     _mapping_plan(plan, outputs, written).save(folder / PLAN_NAME)
     plan.save(folder / ORIGINAL_NAME)
     if len(outputs) > 1:
         _write_indices(plan.head, outputs, folder)
-    for path in folder.iterdir():  # last, so that the kernel writes many files at once
-        with path.open("rb") as finished:
-            os.fsync(finished.fileno())
 
 
 class _Loader:
@@ -198,7 +224,7 @@ def _join(stretches: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([stretch.reshape(-1).view(torch.uint8) for stretch in stretches])
 
 
-def _write_indices(head: Head, outputs: Sequence[_Output], folder: Path) -> None:
+def _write_indices(head: Head, outputs: Sequence[Output], folder: Path) -> None:
     digits = len(str(head.world_size - 1))
     for rank in range(head.world_size):
         own = [output for output in outputs if output.group.rank in (None, rank)]
@@ -220,7 +246,7 @@ def _write_indices(head: Head, outputs: Sequence[_Output], folder: Path) -> None
         (folder / f"{stem}{INDEX_SUFFIX}").write_text(text + "\n", encoding="utf-8")
 
 
-def _mapping_plan(plan: Plan, outputs: Sequence[_Output], written: Sequence[PlanFile]) -> Plan:
+def _mapping_plan(plan: Plan, outputs: Sequence[Output], written: Sequence[PlanFile]) -> Plan:
     """The plan whose every copy is one stretch of a written file."""
     head = plan.head
     kinds = sorted({tensor.type.dtype for tensor in head.tensors})
