@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 
 from loadplan.cache.digest import digest_json
@@ -20,6 +21,7 @@ from loadplan.compiler.build_file import BuildFileError, Project, Variant
 from loadplan.compiler.build_inputs import InputReader, Inputs
 from loadplan.compiler.build_lock import LOCK_NAME, Lock, Locked
 from loadplan.compiler.build_step import Step
+from loadplan.compiler.part_of import PartOf, part_key
 from loadplan.compiler.pipeline import compile_parts
 from loadplan.runtime.artifact import PLAN_NAME, Artifact
 from loadplan.runtime.location import locate
@@ -27,6 +29,7 @@ from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan_format import PlanError
 
 _PLAN = "plan"  # the blob of an action
+_LEAST_PARTS = 16  # of a conversion on a cluster: fewer would leave workers idle
 
 
 class NotAvailable(BuildFileError):
@@ -71,10 +74,11 @@ class Build:
             NotAvailable: the plan is nowhere, and the checkpoint not here.
         """
         inputs = self.inputs(variant)
-        plan, how = self._find_plan(inputs), "from the cache"
-        if plan is None:
-            plan, how = self._compile(variant, inputs), "compiled"
-            self.cache.put(inputs.key, {_PLAN: plan.to_bytes()}, {"kind": "plan", "label": variant.label})
+        with self.cache.local.lease(inputs.key):  # whoever builds it now, others wait for
+            plan, how = self._find_plan(inputs), "from the cache"
+            if plan is None:
+                plan, how = self._compile(variant, inputs), "compiled"
+                self.cache.put(inputs.key, {_PLAN: plan.to_bytes()}, {"kind": "plan", "label": variant.label})
         self._write_plan(variant, inputs, plan)
         cost = plan.cost(0)
         return (
@@ -148,38 +152,105 @@ class Build:
             BuildFileError: the checkpoint changed meanwhile.
         """
         parts = self.artifact_parts(variant)
-        if self._fetch_artifact(variant, parts):
-            return f"from the cache: {self._said(variant)}"
-        self._convert(variant, parts, progress)
-        return f"converted: {self._said(variant)}"
+        with self.cache.local.lease(artifact_key(parts)):
+            if self._fetch_artifact(variant, parts):
+                return f"from the cache: {self._said(variant)}"
+            self._convert(variant, parts, progress)
+            return f"converted: {self._said(variant)}"
 
     def _fetch_artifact(self, variant: Variant, parts: Mapping[str, str]) -> bool:
         """Lay out the files that were converted before, here or elsewhere; whether there are any."""
         found = self.cache.find(artifact_key(parts))
         if found is None:
             return False
-        folder = self.artifact_step(variant).folder
-        self.cache.materialize(found, folder)
+        self._make_room(variant)
+        self.cache.local.materialize(found, self.artifact_step(variant).folder, replace=True)
         self._note_artifact(variant, parts)
         return True
 
     def _convert(self, variant: Variant, parts: Mapping[str, str], progress: Progress | None) -> None:
-        from loadplan.compiler.conversion import convert  # imports torch
+        step, plan = self.artifact_step(variant), self._open_plan(variant)
+        self._refuse_absent(variant)
+        self._make_room(variant)
+        if self.project.dask is not None or plan.world_size > 1:
+            self._convert_parts(variant, plan, parts, progress)
+        else:
+            from loadplan.compiler.conversion import convert  # imports torch
 
+            convert(plan, variant.source, step.folder, progress)
+            self._refuse_changed(variant, parts)
+            files = {path.name: path for path in sorted(step.folder.iterdir())}
+            self.cache.put_files(artifact_key(parts), files, {"kind": "converted files", "label": variant.label})
+        self._note_artifact(variant, parts)
+
+    def _convert_parts(self, variant: Variant, plan: Plan, parts: Mapping[str, str], progress: Progress | None) -> None:
+        """Make the parts that are not made, here or on the workers of the cluster, and lay the whole out."""
+        from loadplan.compiler.convert_parts import convert_part, join_parts
+        from loadplan.compiler.spread_conversion import spread
+
+        if self.project.dask is None:
+            tasks = self.part_tasks(variant, parts, plan.world_size)
+            for task in tasks:
+                convert_part(task)
+        else:
+            tasks = self.part_tasks(variant, parts, plan.world_size * ceil(_LEAST_PARTS / plan.world_size))
+            spread(self.project.dask, tasks, progress)
+        self._refuse_changed(variant, parts)
+        blobs = join_parts(self.cache.local, plan, tasks)
+        made = self.cache.put_blobs(artifact_key(parts), blobs, {"kind": "converted files", "label": variant.label})
+        self.cache.local.materialize(made, self.artifact_step(variant).folder, replace=True)
+
+    def part_tasks(self, variant: Variant, parts: Mapping[str, str], count: int) -> list[PartOf]:
+        """The conversion of `variant` in `count` parts; the plan is filed where they find it."""
+        plan = self._open_plan(variant)
+        key = digest_json({"plan": plan.digest})
+        if self.cache.local.fetch(key) is None:
+            self.cache.local.put(key, {_PLAN: plan.to_bytes()}, {"kind": "plan", "label": variant.label})
+        store, contents = str(self.project.cache.root.resolve()), self.contents(variant)
+        return [
+            PartOf(store, key, variant.source, contents, artifact_key(parts), converter_digest(), part, count)
+            for part in range(count)
+        ]
+
+    def part_reasons(self, variant: Variant, rank: int) -> list[str]:
+        """Why the part of `rank` must be made for the whole; empty when it, or the whole, is there."""
+        reasons = self.artifact_reasons(variant)
+        key = artifact_key(self.artifact_parts(variant))
+        keys = (key, part_key(key, rank, variant.target.world_size))
+        return [] if any(self.cache.local.actions.find(key) is not None for key in keys) else reasons
+
+    def build_part(self, variant: Variant, rank: int) -> str:
+        """Make the part of `rank`, unless the whole can be had; returns a line that says what was done."""
+        parts = self.artifact_parts(variant)
+        with self.cache.local.lease(artifact_key(parts)):  # if it is to be pulled, once
+            if self.cache.find(artifact_key(parts)) is not None:
+                return "the whole is in the cache"
+        from loadplan.compiler.convert_parts import convert_part  # imports torch
+
+        self._refuse_absent(variant)
+        plan = self._open_plan(variant)
+        convert_part(self.part_tasks(variant, parts, plan.world_size)[rank])
+        return "its part is made"
+
+    def _make_room(self, variant: Variant) -> None:
+        """Remove what was converted before and lost its plan; anything that is not ours is left alone."""
+        step = self.artifact_step(variant)
+        if not step.folder.is_dir() or (step.folder / PLAN_NAME).is_file() or not any(step.folder.iterdir()):
+            return
+        if not step.path.is_file():
+            raise BuildFileError(f"{step.folder}: exists and is no artifact; remove it, or choose another build.output")
+        shutil.rmtree(step.folder)
+
+    def _refuse_absent(self, variant: Variant) -> None:
         if not self.inputs(variant).is_here:
             raise NotAvailable(
                 f"{variant.label}: {variant.source} is not on this machine, and neither cache nor remotes have its "
                 "converted files; run `doit push` where it is"
             )
-        step = self.artifact_step(variant)
-        if step.path.is_file() and not (step.folder / PLAN_NAME).is_file():
-            shutil.rmtree(step.folder, ignore_errors=True)  # ours, and damaged
-        convert(self._open_plan(variant), variant.source, step.folder, progress)
+
+    def _refuse_changed(self, variant: Variant, parts: Mapping[str, str]) -> None:
         if parts != self.artifact_parts(variant):
             raise BuildFileError(f"{variant.label}: its files changed while they were converted; run again")
-        files = {path.name: path for path in sorted(step.folder.iterdir())}
-        self.cache.put_files(artifact_key(parts), files, {"kind": "converted", "label": variant.label})
-        self._note_artifact(variant, parts)
 
     def _note_artifact(self, variant: Variant, parts: Mapping[str, str]) -> None:
         step = self.artifact_step(variant)

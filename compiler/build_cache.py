@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from loadplan.cache import Artifact, BlobMissing, Cache, DigestMismatch, FileDigests
 from loadplan.cache.error import LoadplanError
-from loadplan.cache.write_file import make_folder
 from loadplan.compiler.build_file import BuildFileError, CacheSpec, RemoteSpec
 
 if TYPE_CHECKING:  # a build that finds all it needs here imports nothing of the network
@@ -87,7 +84,13 @@ class BuildCache:
 
     def put_files(self, key: str, files: Mapping[str, Path], info: Mapping[str, str]) -> Artifact:
         """As `put`, of files."""
-        artifact = Artifact({name: self.local.blobs.put_file(path) for name, path in files.items()}, info)
+        artifact = self.local.put_files(key, files, info)
+        self._share(key)
+        return artifact
+
+    def put_blobs(self, key: str, blobs: Mapping[str, str], info: Mapping[str, str]) -> Artifact:
+        """As `put`, of what the store has already."""
+        artifact = Artifact(blobs, info)
         self.local.actions.put(key, artifact)
         self._share(key)
         return artifact
@@ -115,17 +118,6 @@ class BuildCache:
             self.push([key])
         except LoadplanError as error:  # a remote that fails never fails a build
             logger.warning("%s (not pushed; `doit push` does it later)", error)
-
-    def materialize(self, artifact: Artifact, folder: Path) -> None:
-        """Make `folder` hold the files of `artifact` and nothing else, whole or not at all."""
-        make_folder(folder.parent)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-            draft = Path(temporary, "artifact")
-            draft.mkdir()
-            for name, digest in artifact.blobs.items():
-                self.local.blobs.copy_to(digest, draft / name)
-            shutil.rmtree(folder, ignore_errors=True)
-            draft.rename(folder)
 
 
 def open_spec(spec: RemoteSpec) -> Remote:

@@ -19,6 +19,8 @@ from loadplan.compiler.registry import RecipeNameError
 
 _COMPILER, _RUNTIME = (Path(package.__file__ or "").parent for package in (loadplan.compiler, loadplan.runtime))
 
+_CONVERTER = ("conversion.py", "convert_parts.py", "file_groups.py")
+
 
 @cache
 def compiler_digest() -> str:
@@ -29,7 +31,7 @@ def compiler_digest() -> str:
 @cache
 def converter_digest() -> str:
     """SHA-256 (hex) of the source of what turns a plan into files: less than the compiler, which made the plan."""
-    return _digest([*_COMPILER.glob("conver*.py"), *_RUNTIME.rglob("*.py")])
+    return _digest([*(_COMPILER / name for name in _CONVERTER), *_RUNTIME.rglob("*.py")])
 
 
 def _digest(paths: Iterable[Path]) -> str:

@@ -16,7 +16,7 @@
     dtype = "bfloat16"                       # of floating point tensors; left out: as the model or the file has it
     tp_size = 1
     tp_plan = { "PATTERN" = "colwise" }      # before the recipe's own; dtype_plan likewise
-    fusions = { FAMILY = true }              # fused module families
+    fusions = { FAMILY = true }              # fused module families; left out: as config.json asks; {}: none
     missing = "error"                        # or "ignore": leave out targets without a source; unexpected likewise
     convert = true                           # whether `doit convert` writes the runtime layout
 
@@ -243,7 +243,7 @@ def _target(options: VariantTable) -> Target:
         options.tp_size,
         tp_plan=options.tp_plan or None,
         dtype_plan=options.dtype_plan or None,
-        fusions=options.fusions or None,
+        fusions=options.fusions,
         missing=options.missing,
         unexpected=options.unexpected,
     )

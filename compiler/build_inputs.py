@@ -7,8 +7,8 @@ on where a file lies, on time, user or environment.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loadplan.cache import canonical_json, digest_json
@@ -19,7 +19,7 @@ from loadplan.compiler.build_lock import Lock
 from loadplan.compiler.checkpoint import Checkpoint
 from loadplan.compiler.checkpoint_facts import CheckpointFacts, read_facts
 from loadplan.compiler.op_code import op_code_digest
-from loadplan.compiler.pipeline import choose_recipe, model_dtype, signature_of_config, without_floats
+from loadplan.compiler.pipeline import choose_recipe, model_dtype, provenance, signature_of_config, without_floats
 from loadplan.compiler.read_folder import read_checkpoint
 from loadplan.compiler.read_index import read_json
 from loadplan.compiler.recipe import Recipe, plain
@@ -103,6 +103,7 @@ class InputReader:
             "signature": outline.digest,
             **_checkpoint_parts(facts),
             **_target_parts(variant.target),
+            **dict(_more_parts(facts, recipe, outline.signature, variant.target)),
         }
         return Inputs(facts, is_here, recipe, outline, variant.target, parts)
 
@@ -192,6 +193,7 @@ def signature_key(facts: CheckpointFacts, target: Target) -> str:
         {
             "config": without_floats(dict(facts.parsed_config or {})),
             "dtype": model_dtype(facts.outline(), target),
+            "fusions": _shown(plain(target.fusions)),
             "transformers": transformers_version(),
             "loadplan": compiler_digest(),
         }
@@ -201,12 +203,7 @@ def signature_key(facts: CheckpointFacts, target: Target) -> str:
 def _outline_of(signature: Signature | None, note: str, key: str) -> Outline:
     if signature is None:
         return Outline(None, note, note, key)
-    outline = Signature(
-        (),
-        base_model_prefix=signature.base_model_prefix,
-        model_class=signature.model_class,
-        submodels=signature.submodels,
-    )
+    outline = replace(signature, tensors=(), ties=(), computed_buffers=(), constants=())
     return Outline(outline, signature.digest, note, key)
 
 
@@ -238,6 +235,18 @@ def _target_parts(target: Target) -> dict[str, str]:
     """A part an option."""
     fields: Mapping[str, object] = {name: getattr(target, name) for name in type(target).__dataclass_fields__}
     return {name: _shown(plain(value)) for name, value in fields.items()}
+
+
+_SAID = {"checkpoint", "index and config", "config", "recipe", "signature", "target", "format"}
+
+
+def _more_parts(
+    facts: CheckpointFacts, recipe: Recipe, signature: Signature | None, target: Target
+) -> Iterator[tuple[str, str]]:
+    """What else the compiler writes into a plan as its provenance, beyond what the other parts say in more detail."""
+    for part, digest in provenance(facts.outline(), recipe, signature, target).items():
+        if part not in _SAID:
+            yield f"provenance: {part}", digest
 
 
 def _shown(value: object) -> str:

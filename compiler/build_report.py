@@ -1,12 +1,14 @@
-"""What `doit report` prints: the state of each variant."""
+"""What `doit report` and `doit gc` print: the state of each variant, and what went from the cache."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.build import Build
 from loadplan.compiler.build_file import Variant
+from loadplan.compiler.show_cache import gc_lines
 from loadplan.runtime.open_plan import Plan
 
 
@@ -48,3 +50,10 @@ def _plan_lines(build: Build, variant: Variant) -> Iterator[str]:
             yield f"  {what}: {len(names)} ({', '.join(names[:3])}{', ...' if names[3:] else ''})"
     for note in report.notes:
         yield f"  {note}"
+
+
+def collect_lines(build: Build) -> list[str]:
+    """Bring the cache below its `max_size`, without what is pinned or was used within the grace; says what went."""
+    spec = build.project.cache
+    report = build.cache.local.gc(max_nbytes=spec.max_nbytes, grace_s=spec.grace_s)
+    return gc_lines(report, time.time())

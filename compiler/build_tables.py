@@ -65,7 +65,7 @@ class VariantTable(Strict):
     tp_size: Annotated[int, Field(ge=1)] = 1
     tp_plan: dict[str, str] = {}
     dtype_plan: dict[str, str] = {}
-    fusions: dict[str, object] = {}
+    fusions: dict[str, object] | None = None  # as the model's config says; empty: none
     missing: Literal["error", "ignore"] = "error"
     unexpected: Literal["error", "ignore"] = "error"
     convert: bool = True

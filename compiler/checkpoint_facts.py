@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from loadplan.cache.digest import digest_bytes, digest_json
@@ -20,6 +20,7 @@ from loadplan.cache.write_file import FolderNotWritable
 from loadplan.compiler.build_code import compiler_digest
 from loadplan.compiler.checkpoint import Checkpoint, Entry
 from loadplan.compiler.read_folder import read_checkpoint
+from loadplan.compiler.recipe import plain
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.location import locate
 from loadplan.runtime.tensor_type import TensorType
@@ -44,7 +45,7 @@ class CheckpointFacts:
     """A checkpoint, as far as what is made of its headers can tell it from another."""
 
     files: tuple[FileFacts, ...]
-    others: tuple[tuple[str, str], ...]  # index and config: name, digest
+    others: tuple[tuple[str, str], ...]  # index, config, and what else a checkpoint has: name, digest
     config: str | None  # as JSON text, so that equal facts are equal
     first_float: str | None  # dtype of the first floating point tensor in name order
     notes: tuple[str, ...]
@@ -56,7 +57,7 @@ class CheckpointFacts:
         first = next(floats, None)
         return cls(
             tuple(FileFacts(f.name, f.size, f.format, f.header_digest) for f in checkpoint.files),
-            tuple((name, digest_bytes(raw)) for name, raw in sorted(checkpoint.others.items())),
+            (*((name, digest_bytes(raw)) for name, raw in sorted(checkpoint.others.items())), *_more(checkpoint)),
             None if checkpoint.config is None else json.dumps(checkpoint.config),
             None if first is None else str(first),
             checkpoint.notes,
@@ -109,6 +110,17 @@ class CheckpointFacts:
         if self.first_float is not None:
             entries[""] = Entry("", TensorType((), DType(self.first_float)), "", 0)
         return Checkpoint((), entries, self.parsed_config)
+
+
+_SAID = {"files", "entries", "config", "others", "notes"}  # fields of a checkpoint that the facts have; entries follow
+
+
+def _more(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Any other field, so that one that is added to checkpoints counts from then on."""
+    for field in fields(checkpoint):
+        value = getattr(checkpoint, field.name)
+        if field.name not in _SAID and value:
+            yield field.name, digest_bytes(value) if isinstance(value, bytes) else digest_json(plain(value))
 
 
 def read_facts(location: str | Path, folder: Path) -> CheckpointFacts:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loadplan.runtime.artifact import Artifact, open_any
+from loadplan.runtime.open_plan import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +27,11 @@ def add_file_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("checkpoint", metavar="CHECKPOINT", help="the checkpoint that the plan was compiled for")
     command.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; an artifact there is replaced")
     command.add_argument("--json", action="store_true", help="print the files as JSON")
+    command.add_argument(
+        "--rank-from-env",
+        action="store_true",
+        help="make only the part of this process (RANK of WORLD_SIZE, as torchrun sets them); the last joins them",
+    )
     command.set_defaults(run=_convert)
 
     command = commands.add_parser(
@@ -63,13 +71,31 @@ def add_file_commands(commands: Commands[argparse.ArgumentParser]) -> None:
 def _convert(options: argparse.Namespace) -> int:
     from loadplan.compiler.conversion import convert  # imports torch
 
+    if options.rank_from_env:
+        return _convert_rank(options)
     artifact = convert(options.plan, options.checkpoint, options.folder)
+    _print_files(artifact, options)
+    return 0
+
+
+def _convert_rank(options: argparse.Namespace) -> int:
+    from loadplan.compiler.convert_rank import Job, convert_rank
+
+    job = Job.from_environment(os.environ)
+    artifact = convert_rank(Plan.open(options.plan), options.checkpoint, options.folder, job)
+    if artifact is None:
+        print(f"rank {job.rank} of {job.world_size}: its part is made", file=sys.stderr)
+    else:
+        _print_files(artifact, options)
+    return 0
+
+
+def _print_files(artifact: Artifact, options: argparse.Namespace) -> None:
     files = artifact.plan.head.files
     if options.json:
         print(json.dumps([{"name": f.name, "nbytes": f.size, "sha256": f.content_digest} for f in files], indent=2))
     else:
         print("\n".join(f"{options.folder / file.name}: {file.size:,} bytes" for file in files))
-    return 0
 
 
 def _save(options: argparse.Namespace) -> int:

@@ -16,13 +16,14 @@ from doit.exceptions import InvalidDodoFile, TaskFailed
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.build import Build
 from loadplan.compiler.build_file import FILE_NAME, Variant, read_project
-from loadplan.compiler.build_report import report_lines
+from loadplan.compiler.build_report import collect_lines, report_lines
 from loadplan.compiler.build_state import STATE_NAME
 
 __all__ = [
     "DOIT_CONFIG",
     "task_compile",
     "task_convert",
+    "task_gc",
     "task_lock",
     "task_pull",
     "task_push",
@@ -113,7 +114,28 @@ def task_compile() -> Iterator[Task]:
 
 def task_convert() -> Iterator[Task]:
     """write each variant's weights in their runtime layout"""
-    yield from _tasks(Build.artifact_reasons, Build.build_artifact, "compile", only_converted=True)
+    build = _this_build()
+    is_here = build.project.dask is None  # a cluster divides the work itself
+    for task, variant in zip(
+        _tasks(Build.artifact_reasons, Build.build_artifact, "compile", only_converted=True),
+        [variant for variant in build.project.variants if variant.options.convert],
+        strict=True,
+    ):
+        ranks = range(variant.target.world_size) if is_here and variant.target.world_size > 1 else range(0)
+        names = [f"{variant.label}:rank{rank:0{len(str(len(ranks) - 1))}}" for rank in ranks]
+        for rank, name in zip(ranks, names, strict=True):
+            yield _part_task(build, variant, rank, name)
+        yield {**task, "task_dep": [f"compile:{variant.label}", *(f"convert:{name}" for name in names)]}
+
+
+def _part_task(build: Build, variant: Variant, rank: int, name: str) -> Task:
+    return _task(
+        name,
+        lambda: build.build_part(variant, rank),
+        _Reasons(lambda: build.part_reasons(variant, rank)),
+        task_dep=[f"compile:{variant.label}"],
+        doc=f"{variant.label}: the part of rank {rank}",
+    )
 
 
 def task_verify() -> Iterator[Task]:
@@ -142,3 +164,9 @@ def task_report() -> Task:
     """print what is built and what is not, and why"""
     build = _this_build()
     return _task(None, lambda: "\n".join(report_lines(build)), None)
+
+
+def task_gc() -> Task:
+    """remove from the cache what was not used for long, down to its max_size"""
+    build = _this_build()
+    return _task(None, lambda: "\n".join(collect_lines(build)), None)

@@ -171,6 +171,17 @@ def test_what_is_not_ours_is_left_alone(built: Path) -> None:
     assert path.is_dir()
 
 
+def test_a_folder_that_is_not_ours_is_left_alone(built: Path) -> None:
+    out = built / "build" / "loadplan"
+    shutil.rmtree(out / "one@plain.converted")
+    (out / "records" / "one@plain.artifact").unlink()
+    (out / "one@plain.converted").mkdir()
+    (out / "one@plain.converted" / "mine").write_text("mine", encoding="utf-8")
+    said = _doit(built, code=1)
+    assert "one@plain.converted: exists and is no artifact; remove it" in said
+    assert (out / "one@plain.converted" / "mine").read_text(encoding="utf-8") == "mine"
+
+
 # -- state ----------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from builders import raw, write_file
 
 import loadplan.cache
 from loadplan.compiler.build import Build, artifact_key
-from loadplan.compiler.build_file import read_project
+from loadplan.compiler.build_file import BuildFileError, read_project
 from loadplan.compiler.build_inputs import signature_key
 
 RECIPES = '''
@@ -257,6 +257,20 @@ CHANGES = {
     "target: policy on missing": _row(_option('missing = "ignore"'), "plan"),
     "target: policy on unexpected": _row(_option('unexpected = "ignore"'), "plan"),
 }
+
+
+def test_fusions_count(project: Path) -> None:
+    """Of a model, which this project has not; so the target's part alone, where this version takes fusions."""
+    _replace("loadplan.toml", '"signature.json"', '"auto"')(project)
+    before = keys(project)
+    _replace("loadplan.toml", '"auto"\n', '"auto"\nfusions = { qkv = true }\n')(project)
+    try:
+        found = keys(project)
+    except BuildFileError as error:
+        assert "fusions" in str(error)
+        pytest.skip("this version refuses fusions")
+    assert found["plan"] != before["plan"]
+    assert found["signature"] != before["signature"]
 
 
 def _move(folder: Path) -> None:
