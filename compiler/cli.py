@@ -13,6 +13,7 @@ from pathlib import Path
 
 from loadplan.cache.digest import digest_file
 from loadplan.cache.error import LoadplanError
+from loadplan.compiler.cli_cache import add_cache_commands
 from loadplan.compiler.cli_files import add_file_commands
 from loadplan.compiler.pipeline import compile_plan
 from loadplan.compiler.problem import CompileError, Problem
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_check)
 
     add_file_commands(commands)
+    add_cache_commands(commands)
     return parser
 
 
