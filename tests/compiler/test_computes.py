@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from loadplan.compiler import pieces
-from loadplan.compiler.build import Inputs
+from loadplan.compiler.build_inputs import Sources
 from loadplan.compiler.conversion import convert
 from loadplan.compiler.ir import Binding, Op, ShapeError, Spread
 from loadplan.compiler.ops import Cast, Concatenate, FoldBatchNorm, Interleave, Reshape, Slice, Transpose
@@ -278,16 +278,9 @@ def test_a_proof_by_example_covers_them(tmp_path: Path) -> None:
     target = Target(tp_size=2, tp_plan={"weight": Shard(-2)})
     plan = compile_plan(folder, fold(), "recipe", target)
     artifact = convert(plan, folder, tmp_path / "converted")
-    inputs = Inputs(read_checkpoint(folder), fold(), None, target, "", {})
+    inputs = Sources(read_checkpoint(folder), fold(), None, target)
     said = prove_loads(plan, artifact.folder, folder, inputs)
     assert said == "verified: 12 comparisons, 3 ways of loading, 2 ranks, bit for bit"
-    wrong = Inputs(
-        read_checkpoint(folder),
-        Recipe([WeightConverter(NAMES, ["weight", "bias"], [FoldBatchNorm(0.1)])]),
-        None,
-        target,
-        "",
-        {},
-    )
+    wrong = replace(inputs, recipe=Recipe([WeightConverter(NAMES, ["weight", "bias"], [FoldBatchNorm(0.1)])]))
     with pytest.raises(ProofError, match="values differ from those the recipe makes"):
         prove_loads(plan, artifact.folder, folder, wrong)
