@@ -4,26 +4,27 @@
 
 The processes share the file system of the target folder and talk about nothing: nobody waits, so a process that fails
 holds up no other. Parts lie in a folder beside the target until all are there; after a failure, the same command makes
-what is missing.
+what is missing. A lock file beside the target remembers what it was made of: processes that come late find all done.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from loadplan.cache.digest import digest_file
 from loadplan.cache.error import LoadplanError
-from loadplan.cache.record import find_record, write_record
+from loadplan.cache.record import find_record, format_record, parse_record, write_record
 from loadplan.cache.write_file import make_folder
 from loadplan.compiler.conversion import check_place, complete, outputs_of, swap_folder, write_outputs
 from loadplan.compiler.convert_parts import divide, source_paths
-from loadplan.runtime.artifact import Artifact
+from loadplan.runtime.artifact import PLAN_NAME, Artifact
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import PlanFile
 from loadplan.runtime.source_files import SourceFile, find_files
@@ -56,7 +57,7 @@ class Job:
 
 
 def convert_rank(plan: Plan, checkpoint: str | Path, folder: str | Path, job: Job) -> Artifact | None:
-    """Make this rank's part; the artifact, if it was the last, else None.
+    """Make this rank's part; the artifact, if this process was the last, else None.
 
     Raises:
         RankError: the plan is for another number of ranks, or the ranks saw different checkpoints.
@@ -72,12 +73,27 @@ def convert_rank(plan: Plan, checkpoint: str | Path, folder: str | Path, job: Jo
     check_place(place)
     files = find_files(checkpoint, plan.head.files)
     paths = source_paths(checkpoint, plan)
+    make_folder(place.parent)
     parts = place.parent / f".{place.name}-{plan.digest[:16]}.parts"
-    make_folder(parts)
-    if not _is_made(parts, job.rank, _states(paths)):
-        _make(plan, files, paths, parts, job)
-    with _alone(parts):
-        return _join(plan, parts, place)
+    with parts.with_suffix(".lock").open("a+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # held by all that are at work; a dead process loses it
+        if _is_joined(lock, place, paths):
+            return None
+        make_folder(parts)
+        if not _is_made(parts, job.rank, _states(paths)):
+            _make(plan, files, paths, parts, job)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # others are at work: one of them is the last
+            return None
+        return None if _is_joined(lock, place, paths) else _join(plan, parts, place, lock)
+
+
+def _is_joined(lock: BinaryIO, place: Path, paths: Mapping[str, Path]) -> bool:
+    """Whether another process has put the parts together already, from the files as they are now."""
+    lock.seek(0)
+    return (place / PLAN_NAME).is_file() and parse_record(lock.read()) == _states(paths)
 
 
 def _make(plan: Plan, files: Sequence[SourceFile], paths: Mapping[str, Path], parts: Path, job: Job) -> None:
@@ -88,8 +104,12 @@ def _make(plan: Plan, files: Sequence[SourceFile], paths: Mapping[str, Path], pa
         if _states(paths) != before:
             raise RankError(f"rank {job.rank}: the checkpoint changed while it was converted; run again")
         for file in written:
-            Path(temporary, file.name).replace(parts / file.name)
-    write_record(_record(parts, job.rank), {"states": before, "files": [asdict(file) for file in written]})
+            path = Path(temporary, file.name)
+            with path.open("rb") as finished:
+                os.fsync(finished.fileno())
+            path.replace(parts / file.name)
+    held = _states({file.name: parts / file.name for file in written})
+    write_record(_record(parts, job.rank), {"states": before, "files": [asdict(f) for f in written], "held": held})
 
 
 def _record(parts: Path, rank: int) -> Path:
@@ -101,14 +121,21 @@ def _is_made(parts: Path, rank: int, states: dict[str, list[int]]) -> bool:
     record = _read(parts, rank)
     if record is None or record[0] != states:
         return False
-    return all((parts / f.name).is_file() and digest_file(parts / f.name)[0] == f.content_digest for f in record[1])
+    return all(digest_file(parts / file.name)[0] == file.content_digest for file in record[1])
 
 
 def _read(parts: Path, rank: int) -> tuple[dict[str, list[int]], list[PlanFile]] | None:
+    """What a rank's part was made of, and its files; None if it is not there, or not as it was written."""
     match find_record(_record(parts, rank)):
-        case {"states": dict(states), "files": list(files)}:
-            return states, [PlanFile(**{**f, "guards": tuple(map(tuple, f["guards"]))}) for f in files]
-    return None
+        case {"states": dict(states), "files": list(files), "held": dict(held)}:
+            found = [PlanFile(**{**f, "guards": tuple(map(tuple, f["guards"]))}) for f in files]
+        case _:
+            return None
+    try:
+        now = _states({file.name: parts / file.name for file in found})
+    except FileNotFoundError:
+        return None
+    return (states, found) if now == held else None
 
 
 def _states(paths: Mapping[str, Path]) -> dict[str, list[int]]:
@@ -117,15 +144,7 @@ def _states(paths: Mapping[str, Path]) -> dict[str, list[int]]:
     return {name: [state.st_size, state.st_mtime_ns, state.st_ctime_ns] for name, state in found.items()}
 
 
-@contextmanager
-def _alone(parts: Path) -> Iterator[None]:
-    """One process at a time looks whether it is the last; a dead one holds up nobody, for its lock goes with it."""
-    with (parts / "lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _join(plan: Plan, parts: Path, place: Path) -> Artifact | None:
+def _join(plan: Plan, parts: Path, place: Path, lock: BinaryIO) -> Artifact | None:
     made = [_read(parts, rank) for rank in range(plan.world_size)]
     found = [record for record in made if record is not None]
     if len(found) < plan.world_size:
@@ -146,5 +165,8 @@ def _join(plan: Plan, parts: Path, place: Path) -> Artifact | None:
             (draft / name).hardlink_to(parts / name)  # the parts stay whole until the artifact is in its place
         complete(plan, outputs, [written[output.group.name] for output in outputs], draft)
         swap_folder(draft, place, Path(temporary, "replaced"))
+    lock.truncate(0)
+    lock.write(format_record(found[0][0]))
+    lock.flush()
     shutil.rmtree(parts, ignore_errors=True)
     return Artifact.open(place)

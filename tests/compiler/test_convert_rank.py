@@ -63,14 +63,20 @@ def test_all_ranks_at_once_make_what_one_process_makes(plan: Path, weights: Path
     assert sum("its part is made" in said for _, said in done) == RANKS - 1
     convert(plan, weights, tmp_path / "whole")
     assert _contents(folder) == _contents(tmp_path / "whole")
-    assert [path.name for path in folder.parent.iterdir()] == ["artifact"]  # nothing else is left
+    (lock,) = {path.name for path in folder.parent.iterdir()} - {"artifact"}  # nothing else is left
+    assert lock.endswith(".lock")
+    before = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    ((code, said),) = _ranks(plan, weights, folder, range(1))  # one that comes late, or once more
+    assert code == 0, said
+    assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before
+    assert len(list(folder.parent.iterdir())) == 2
 
 
 def test_one_that_fails_holds_up_nobody_and_is_made_up_for(plan: Path, weights: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out" / "artifact"
     assert [code for code, _ in _ranks(plan, weights, folder, range(RANKS - 1))] == [0] * (RANKS - 1)
     assert not folder.exists()
-    (parts,) = folder.parent.iterdir()
+    (parts,) = folder.parent.glob("*.parts")
     made = {path.name: path.stat().st_ino for path in parts.glob("*.safetensors")}
     damaged = next(path for path in sorted(parts.glob("*.safetensors")) if "rank-1" in path.name)
     damaged.write_bytes(damaged.read_bytes()[:-1])  # cut off with the machine
