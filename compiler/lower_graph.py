@@ -110,10 +110,7 @@ class Lowering:
         return tuple(map(self._of, outputs))
 
     def _materialize(self, layout: Layout, dtype: DType) -> int:
-        """The number of a temporary that holds `layout`."""
-        key, casts = layout.pieces[0].source if len(layout.pieces) == 1 else Source("")
-        if isinstance(key, int) and not casts and layout == self._of(key):
-            return key
+        """The number of a new temporary that holds `layout`: for one reader, so that its rows are those it needs."""
         self.temporaries.append(Temporary(layout, dtype))
         return len(self.temporaries) - 1
 

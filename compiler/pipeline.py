@@ -226,7 +226,7 @@ def compile_parts(
 
 
 def _fusion_notes(signature: Signature | None, target: Target) -> Iterator[str]:
-    """For the report: what was fused, and what that does to values."""
+    """For the report: what was fused, and who asked for it."""
     families = Counter(one.family for one in signature.fusions) if signature else Counter[str]()
     asked_by = "config.json" if target.fusions is None else "the target"
     for family, count in sorted(families.items()):

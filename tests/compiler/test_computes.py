@@ -18,7 +18,7 @@ from loadplan.compiler import pieces
 from loadplan.compiler.build_inputs import Sources
 from loadplan.compiler.conversion import convert
 from loadplan.compiler.ir import Binding, Op, ShapeError, Spread
-from loadplan.compiler.ops import Cast, Concatenate, FoldBatchNorm, Interleave, Reshape, Slice, Transpose
+from loadplan.compiler.ops import Cast, Chunk, Concatenate, FoldBatchNorm, Interleave, Reshape, Slice, Transpose
 from loadplan.compiler.pieces import Layout
 from loadplan.compiler.pipeline import compile_plan, resolve
 from loadplan.compiler.prove import ProofError, prove_loads
@@ -271,6 +271,15 @@ def test_chains_of_computes_and_layouts(
             assert ranks == 2 and "run backwards" in str(error)
             return
         assert (tmp_path / "back" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_rows_that_differ_from_reader_to_reader(tmp_path: Path) -> None:
+    """A result that a rank needs whole for one target, and in part for what is computed for another."""
+    checkpoint(tmp_path, {"a": torch.randn(8, 2)})
+    recipe = Recipe([WeightConverter("^a$", ["x", "y"], [Double(), Chunk(1, 2), Cast(DType.F64), Double()])])
+    for plan in ({"x": Shard(-2)}, {"y": Shard(-2)}, {"x": Shard(-2), "y": Shard(-2)}, {}):
+        made = check(tmp_path, recipe, Target(tp_size=2, tp_plan=plan))
+        assert len(made.section(0).computes) == 3
 
 
 def test_a_proof_by_example_covers_them(tmp_path: Path) -> None:
