@@ -219,18 +219,21 @@ def compile_parts(
         model=_record(checkpoint, signature),
         fusions=signature.fusions if signature else (),
         provenance=tuple(provenance(checkpoint, recipe, signature, target).items()),
-        report=_report(checkpoint, resolved, (*notes, *_fusion_notes(signature, target))),
+        report=_report(checkpoint, resolved, (*notes, *_fusion_notes(checkpoint, signature, target))),
     )
     _prove(head, sections)
     return Plan.of(head, sections, _origin(checkpoint))
 
 
-def _fusion_notes(signature: Signature | None, target: Target) -> Iterator[str]:
+def _fusion_notes(checkpoint: Checkpoint, signature: Signature | None, target: Target) -> Iterator[str]:
     """For the report: what was fused, and who asked for it."""
     families = Counter(one.family for one in signature.fusions) if signature else Counter[str]()
     asked_by = "config.json" if target.fusions is None else "the target"
     for family, count in sorted(families.items()):
         yield f"fused by {family}, as {asked_by} asks: {count} modules"
+    wanted = (checkpoint.config or {}).get("fusion_config")
+    if wanted and not families and target.fusions is None:
+        yield f"nothing is fused, though config.json asks for {wanted}: the signature was made without fusions"
 
 
 def _record(checkpoint: Checkpoint, signature: Signature | None) -> ModelRecord | None:

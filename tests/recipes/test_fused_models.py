@@ -259,6 +259,10 @@ def test_what_the_config_asks_for_unless_the_target_says_otherwise(llama: Path) 
     other = compile_plan(llama, target=Target(fusions={"gate_up": True}))
     assert [one.family for one in other.head.fusions] == ["gate_up", "gate_up"]
     assert "fused by gate_up, as the target asks: 2 modules" in other.report.notes
+    by_names = compile_plan(llama, signature="recipe")
+    assert by_names.head.fusions == () and by_names.report.notes[-1].startswith(
+        "nothing is fused, though config.json asks"
+    )
     for nothing in ({}, {"qkv": False}):
         none = compile_plan(llama, target=Target(fusions=nothing))
         assert none.head.fusions == () and not any("fused" in note for note in none.report.notes)
