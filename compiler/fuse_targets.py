@@ -203,9 +203,10 @@ def _settle(work: _Fusing) -> Matched:
     before = work.matched
     used = work.used | {name for group in work.signature.ties if work.used.intersection(group) for name in group}
     values, aliases, missing = dict(work.values), dict[str, str](), set(work.missing)
+    remade = set(work.fused.remade)  # a name that stays does not mean that the tensor does
     for name in work.declared:
         value = before.values.get(name)
-        if name in used or name in values:
+        if name in used or name in values or name in remade:
             continue
         if value is not None:
             values[name], work.made_cuts[name] = value, work.cuts[name]
@@ -222,8 +223,8 @@ def _settle(work: _Fusing) -> Matched:
         elif not missing.intersection(group):
             work.problems.append(Problem("missing", f"nothing makes {name} of the fused model", (name,)))
     for name in work.original:
-        if name not in used and name not in work.declared:
-            message = f"the fused model has no {name}, and no fusion takes it"
+        if name not in used and (name not in work.declared or name in remade):
+            message = f"the fused model has no {name} of the original, and no fusion takes it"
             work.problems.append(Problem("unexpected", message, (name,)))
     for group in before.equal_ties:
         if used.intersection(group):

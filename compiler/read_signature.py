@@ -23,7 +23,7 @@ from loadplan.runtime.build_model import (
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.fusion import find_fusions, fuse_modules
 from loadplan.runtime.memory import memory_of
-from loadplan.runtime.plan import Constant
+from loadplan.runtime.plan import Constant, FusedModule
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import dtype_of
 
@@ -45,8 +45,16 @@ def read_module(module: nn.Module, fusion_config: Mapping[str, object] | None = 
     if not fusions:
         return signature
     copy = _meta_copy(module)
-    fuse_modules(copy, fusions)
-    return replace(signature, fusions=fusions, fused=_read(copy))
+    remade = _fuse(copy, fusions)
+    return replace(signature, fusions=fusions, fused=replace(_read(copy), remade=remade))
+
+
+def _fuse(model: nn.Module, fusions: tuple[FusedModule, ...]) -> tuple[str, ...]:
+    """Fuse modules of `model`; returns the names of tensors that it did not have before."""
+    before = list(model.state_dict(keep_vars=True).values())  # held, so that no new one gets the identity of an old one
+    fuse_modules(model, fusions)
+    old = {id(tensor) for tensor in before}
+    return tuple(name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in old)
 
 
 def _meta_copy(module: nn.Module) -> nn.Module:
@@ -130,8 +138,8 @@ def read_config(
     fusions = find_fusions(model, config.get("fusion_config") or {} if fusion_config is None else fusion_config)
     if not fusions:
         return signature
-    fuse_modules(model, fusions)
-    return replace(signature, fusions=fusions, fused=read_pretrained(model))
+    remade = _fuse(model, fusions)
+    return replace(signature, fusions=fusions, fused=replace(read_pretrained(model), remade=remade))
 
 
 def read_pretrained(model: nn.Module) -> Signature:

@@ -49,6 +49,7 @@ class Signature:
     model: ModelRecord | None = None  # what builds the model again, where its class is a library's
     fusions: tuple[FusedModule, ...] = ()  # modules that are built as fused ones
     fused: Signature | None = None  # of the model with these; None when there are none
+    remade: tuple[str, ...] = ()  # of a fused model: tensors that are not those of the original, whatever their names
 
     @classmethod
     def of(cls, tensors: Mapping[str, object], ties: Iterable[Iterable[str]] = ()) -> Signature:
@@ -113,6 +114,7 @@ class Signature:
             "model": None if self.model is None else [*_record_texts(self.model)],
             "fusions": [[one.path, one.family, one.options] for one in self.fusions],
             "fused": None if self.fused is None else self.fused.to_json(),
+            "remade": list(self.remade),
         }
 
     @classmethod
@@ -139,6 +141,7 @@ class Signature:
                 _read_record(data.get("model")),
                 _read_fusions(data["fusions"]),
                 None if data["fused"] is None else _read_fused(data["fused"]),
+                _read_names(data["remade"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SignatureError(f"not a stored signature: {error}") from error
@@ -162,6 +165,12 @@ def _read_fusions(value: object) -> tuple[FusedModule, ...]:
     if not isinstance(value, list):
         raise TypeError("not fusions")
     return tuple(FusedModule(str(path), str(family), str(options)) for path, family, options in value)
+
+
+def _read_names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise TypeError("not names")
+    return tuple(map(str, value))
 
 
 def _read_fused(value: object) -> Signature:

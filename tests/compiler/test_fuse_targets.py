@@ -305,7 +305,7 @@ def test_rules_that_are_right(pair: Any) -> None:
     ("rules", "says"),
     [
         ([WEIGHT], "missing: nothing makes x.ab.bias of the fused model"),
-        ([WEIGHT], "unexpected: the fused model has no x.b.bias, and no fusion takes it"),
+        ([WEIGHT], "unexpected: the fused model has no x.b.bias of the original, and no fusion takes it"),
         (
             [WEIGHT, WeightRenaming("^a.bias$", "ab.bias")],
             "fusion: x.ab.bias is made as F32[3], the fused model has F32[6]",
@@ -335,6 +335,36 @@ def test_rules_that_are_wrong(pair: Any, rules: Sequence[Rule | str], says: str)
     with pytest.raises(CompileError) as caught:
         pair(*rules)
     assert any(says in str(problem) for problem in caught.value.problems), str(caught.value)
+
+
+class ScaledFamily:
+    """A `Linear` whose weight is another one in the fused module, under the same name and of the same type."""
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return type(module) is nn.Linear
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        def fuse_(self: nn.Linear) -> None:
+            self.weight = nn.Parameter(self.weight * 2)
+
+        return type("Scaled", (original_cls,), {"fuse_": fuse_})
+
+    def make_transforms(self, config: object, **facts: object) -> Sequence[object]:
+        return ()
+
+
+def test_a_name_that_stays_does_not_mean_that_the_tensor_does(tmp_path: Path) -> None:
+    """Without a rule for it, the original weight would be loaded where a scaled one belongs."""
+    model = nn.ModuleDict({"x": nn.Linear(2, 3)})
+    register_fusion("scaled", ScaledFamily())
+    try:
+        found = problems(write(model, tmp_path), model, Target(fusions={"scaled": True}))
+    finally:
+        unregister_fusion("scaled")
+    assert found == [
+        ("missing", "nothing makes x.weight of the fused model"),
+        ("unexpected", "the fused model has no x.weight of the original, and no fusion takes it"),
+    ]
 
 
 def test_changed_rules_change_the_key(pair: Any) -> None:
