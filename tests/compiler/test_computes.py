@@ -32,10 +32,12 @@ from loadplan.compiler.target import Target
 from loadplan.runtime import compute
 from loadplan.runtime.artifact import Artifact
 from loadplan.runtime.dtype import DType
+from loadplan.runtime.execute import Execution
 from loadplan.runtime.kernels import KernelError, Options, Rows, register_kernel
 from loadplan.runtime.load import load_state_dict
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.save import SaveError, save_checkpoint
+from loadplan.runtime.source_files import find_files
 from loadplan.runtime.tensor_type import TensorType
 
 
@@ -115,6 +117,11 @@ def check(folder: Path, recipe: Recipe, target: Target | None = None) -> Plan:
     for rank in range(plan.world_size):
         ways = [load_state_dict(plan, folder, rank, mode=mode) for mode in ("auto", "read", "copy")]
         ways.append(load_state_dict(Artifact.open(artifact.folder), rank=rank))
+        files = find_files(folder, plan.head.files)
+        staged = Execution(plan.head, plan.section(rank), rank, files, device=torch.device("cpu")).run()
+        ways.append({plan.head.tensors[number].name: tensor for number, tensor in staged.items()})
+        late = Execution(plan.head, plan.section(rank), rank, files, threads=2).start()
+        ways.append({plan.head.tensors[number].name: tensor for number, tensor in late.result().items()})
         for tensor in resolved.tensors:
             whole = evaluate(resolved.matched.values[tensor.name], stored)
             if tensor.shard_dim >= 0:
