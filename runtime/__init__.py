@@ -5,6 +5,7 @@
     location, source_files           where a checkpoint lies; its files, compared with the plan
     schedule                         the copies of one rank, sorted by the way they can go
     compose, copy_strided, to_device the ways: pages mapped side by side, elements, an accelerator
+    readers, read_with_*             what moves the bytes: preadv, or a reading library that is installed
     execute, loading                 the ways taken, on threads, in order
     order, kernels, compute          what comes after what; what makes new values, tile by tile (fold_batch_norm)
     load, targets                    `load_state_dict`, `load_into`; ties
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         unregister_patch_mapping,
     )
     from loadplan.runtime.plan_format import PlanError
+    from loadplan.runtime.readers import BackendError
     from loadplan.runtime.save import SaveError, save_checkpoint
     from loadplan.runtime.source_files import FileMismatch, ReadError
     from loadplan.runtime.targets import TieConflict
@@ -59,6 +61,7 @@ __all__ = [
     "ArgumentError",
     "Artifact",
     "ArtifactError",
+    "BackendError",
     "CastOverflow",
     "FileMismatch",
     "FusionError",
@@ -93,6 +96,7 @@ _HOMES = {
     "ArgumentError": "load",
     "Artifact": "artifact",
     "ArtifactError": "artifact",
+    "BackendError": "readers",
     "CastOverflow": "cast",
     "FileMismatch": "source_files",
     "FusionError": "fusion",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 from loadplan.runtime.cast import refuse_overflow
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.pages import bytes_at
 from loadplan.runtime.plan import Copy
+from loadplan.runtime.readers import Preadv, Reader
 from loadplan.runtime.schedule import span
 from loadplan.runtime.source_files import SourceFile
 from loadplan.runtime.torch_types import torch_dtype
@@ -30,19 +31,21 @@ def copy_from_map(file: SourceFile, copy: Copy, chain: tuple[DType, ...], buffer
     """An addressable copy out of the mapped file; `name` is the buffer's, for messages. Raises `CastOverflow`."""
     stored = chain[0]
     if copy.src % stored.itemsize:  # torch may only address it after a move
-        copy_staged(file, copy, chain, buffer, name)
+        copy_staged(Preadv(), file, copy, chain, buffer, name)
         return
     numel = span(copy, stored) // stored.itemsize
     source = torch.frombuffer(file.map(), dtype=torch_dtype(stored), count=numel, offset=copy.src)
     copy_strided(source, 0, copy, chain, buffer, name)
 
 
-def copy_staged(file: SourceFile, copy: Copy, chain: tuple[DType, ...], buffer: torch.Tensor, name: str) -> None:
+def copy_staged(
+    reader: Reader, file: SourceFile, copy: Copy, chain: tuple[DType, ...], buffer: torch.Tensor, name: str
+) -> None:
     """As `copy_from_map`, by one read of all the bytes from the first element to the last."""
     nbytes = span(copy, chain[0])
     staged = torch.empty(nbytes, dtype=torch.uint8)
     with file.open() as descriptor:
-        file.read_into(descriptor, [bytes_at(staged.data_ptr(), nbytes)], copy.src)
+        reader.read(file, descriptor, [(copy.src, array("Q", [staged.data_ptr(), nbytes]))])
     copy_strided(staged.view(torch_dtype(chain[0])), 0, copy, chain, buffer, name)
 
 

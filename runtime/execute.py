@@ -10,10 +10,12 @@ For each buffer the cheapest way that is right, on the file system its files lie
 Files on a server are read in large pieces and not mapped: each fault would wait for it, and a mapped file that goes away
 ends the process. Mapped files that are not in the page cache are read into it on the way.
 
+Another back end than `preadv` (`loadplan.runtime.readers`) takes over all reading; then nothing is mapped.
+
 Reads and copies are tasks for a bounded number of threads, cut small enough to keep within the staging budget. Copies
-from temporaries and computes follow, in the order in which temporaries are complete (`loadplan.runtime.order`). A cast that would make a finite value
-infinite is refused. An error or an interrupt stops the rest, waits for what is running, and leaves no thread and no open
-file.
+from temporaries and computes follow, in the order in which temporaries are complete (`loadplan.runtime.order`). A cast
+that would make a finite value infinite is refused. An error or an interrupt stops the rest, waits for what is running,
+and leaves no thread and no open file.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -39,6 +41,7 @@ from loadplan.runtime.memory import STAGING_NBYTES, allocate_all, views
 from loadplan.runtime.order import needed, staged, steps
 from loadplan.runtime.pages import lock, populate
 from loadplan.runtime.plan import Compute, Copy, Head, Section
+from loadplan.runtime.readers import Backend, Batch, Reader, find_reader
 from loadplan.runtime.schedule import Schedule, Stretch, schedule, tiles
 from loadplan.runtime.source_files import ReadError, SourceFile
 from loadplan.runtime.tensor_type import TensorType
@@ -58,7 +61,7 @@ _ORDER_NBYTES = 64 << 20  # tensors that are needed together are read in file or
 
 
 class ModeError(LoadplanError, ValueError):
-    """The mode asked for is not known, or cannot load every tensor."""
+    """The mode or back end asked for is not known, or cannot load every tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Execution:
     threads: int | None = None
     residency: Residency = "lazy"
     device: torch.device | None = None  # None: memory of this host, without a detour; else through pinned staging
+    backend: Backend = "preadv"
 
     def run(self, wanted: Collection[int] | None = None, progress: Progress | None = None) -> dict[int, torch.Tensor]:
         """The wanted tensors by number, all of the section's if None.
@@ -81,6 +85,7 @@ class Execution:
             FileMismatch: a file is not, or no longer, what the plan expects.
             CastOverflow: a value is too large for the dtype that it is cast to.
             ModeError: the mode cannot load all of them.
+            BackendError: the library of the back end is not installed.
             MemoryError: they do not fit, or may not be locked.
         """
         tensors = self._start(wanted, None, in_background=False).result(progress)
@@ -95,6 +100,7 @@ class Execution:
 
     def _start(self, wanted: Collection[int] | None, order: Sequence[int] | None, *, in_background: bool) -> Loading:
         self._check_mode()
+        reader = find_reader(self.backend)
         section = self.section
         buffers_needed = None if wanted is None else needed(section, wanted)
         computes = [c for c in section.computes if buffers_needed is None or buffers_needed.intersection(c.outputs)]
@@ -104,16 +110,16 @@ class Execution:
         ranks = {number: at for at, number in enumerate(order or ())}
         used = found.files
         threads = self.threads or self._choose_threads(used)
-        stager = None if self.device is None else Stager(self.device, threads)
+        stager = None if self.device is None else Stager(self.device, threads, reader)
         made = {output for compute in computes for output in compute.outputs}
         if stager is None:
             tiled = staged(section.copies, computes)
-            buffers, tasks = self._host_tasks(found, kinds, [*chosen, *sorted(made - {*chosen})], ranks, tiled)
+            buffers, tasks = self._host_tasks(found, kinds, [*chosen, *sorted(made - {*chosen})], ranks, tiled, reader)
         else:  # what computes read is on the device whole
             buffers, tasks = self._device_tasks(found, kinds, [*chosen, *sorted(made - {*chosen})], stager)
         if ranks:
             tasks.sort(key=lambda task: min(ranks.get(number, len(ranks)) for number in task.buffers))
-        last = partial(self._finish, found.later, computes, kinds, buffers, stager, used)
+        last = partial(self._finish, found.later, computes, kinds, buffers, stager, used, reader)
         late = {*made, *(copy.buffer for copy in found.later)}
         if not in_background and (threads == 1 or len(tasks) <= 1):
             threads = 0
@@ -127,6 +133,7 @@ class Execution:
         chosen: Sequence[int],
         ranks: Mapping[int, int],
         tiled: Collection[int],
+        reader: Reader,
     ) -> tuple[dict[int, torch.Tensor], list[Task]]:
         """Buffers in this host's memory, and what fills them; those `tiled` are mapped, or left to who reads them."""
         buffers: dict[int, torch.Tensor] = {}
@@ -139,12 +146,12 @@ class Execution:
         apart = [s for number, s in found.whole.items() if number not in mapped]
         apart += [s for number, parts in found.parts.items() if number not in composed for s in parts]
         logger.info(
-            "rank %d: %d tensors mapped, %d composed of mapped pages, %d read (%d bytes), %d strided copies",
-            *(self.rank, len(mapped), len(composed), len(fresh), sum(s.nbytes for s in apart)),
+            "rank %d: %d tensors mapped, %d composed of mapped pages, %d read (%d bytes) by %s, %d strided copies",
+            *(self.rank, len(mapped), len(composed), len(fresh), sum(s.nbytes for s in apart), self.backend),
             len(found.strided) + len(found.later),
         )
         places = [*((s, buffers[s.buffer].data_ptr() + s.dst) for s in apart), *seams]
-        tasks = [*self._read_tasks(places, kinds, ranks), *self._copy_tasks(found.strided, buffers)]
+        tasks = [*self._read_tasks(places, kinds, ranks, reader), *self._copy_tasks(found.strided, buffers, reader)]
         return buffers, [*tasks, *self._page_tasks(mapped | composed, buffers)]
 
     def _device_tasks(
@@ -162,8 +169,8 @@ class Execution:
                 nbytes = tile.numel * chain[0].itemsize
                 tasks.append(Task(nbytes, (copy.buffer,), partial(stager.copy, file, tile, chain, buffer, name)))
         logger.info(
-            "rank %d: %d tensors (%d bytes) read and sent to %s in %d copies",
-            *(self.rank, len(chosen), sum(task.nbytes for task in tasks), stager.device, len(tasks)),
+            "rank %d: %d tensors (%d bytes) read by %s and sent to %s in %d copies",
+            *(self.rank, len(chosen), sum(task.nbytes for task in tasks), self.backend, stager.device, len(tasks)),
         )
         return buffers, tasks
 
@@ -233,13 +240,19 @@ class Execution:
         return composed, seams
 
     def _may_map(self, file: SourceFile) -> bool:
-        return self.mode == "map" or (self.mode == "auto" and not file.is_remote)
+        return self.mode == "map" or (self.mode == "auto" and self.backend == "preadv" and not file.is_remote)
 
     def _check_mode(self) -> None:
         if self.mode not in ("auto", "map", "read", "copy"):
             raise ModeError(f"mode={self.mode!r}: one of auto, map, read, copy")
         if self.residency not in ("lazy", "read", "lock"):
             raise ModeError(f"residency={self.residency!r}: one of lazy, read, lock")
+        if self.backend not in get_args(Backend):
+            raise ModeError(f"backend={self.backend!r}: one of {', '.join(get_args(Backend))}")
+        if self.backend != "preadv" and self.mode in ("map", "copy"):
+            raise ModeError(
+                f"mode={self.mode!r}, backend={self.backend!r}: this mode maps files, a back end reads them; use mode='read'"
+            )
         if self.device is not None and (self.mode == "map" or self.residency != "lazy"):
             raise ModeError(
                 f"mode={self.mode!r}, residency={self.residency!r}: files are mapped in the memory of this host, not on "
@@ -258,7 +271,7 @@ class Execution:
     # -- tasks -----------------------------------------------------------------------------------------------------
 
     def _read_tasks(
-        self, places: list[tuple[Stretch, int]], kinds: Sequence[TensorType], ranks: Mapping[int, int]
+        self, places: list[tuple[Stretch, int]], kinds: Sequence[TensorType], ranks: Mapping[int, int], reader: Reader
     ) -> Iterator[Task]:
         """Reads in file order; with `ranks`, in file order among tensors that are needed together."""
         bucket: dict[int, int] = {}
@@ -268,29 +281,27 @@ class Execution:
             held += kinds[number].nbytes
         end = held // _ORDER_NBYTES + 1
         places.sort(key=lambda item: (bucket.get(item[0].buffer, end), item[0].file, item[0].src))
-        for group in _groups(_batches(places)):
+        for group in _groups(_batches(places), _READ_NBYTES * reader.pieces):
             parts = [part for batch in group for part, _ in batch]
             buffers = tuple({part.buffer for part in parts})
-            yield Task(sum(part.nbytes for part in parts), buffers, partial(self._scatter, group))
+            yield Task(sum(part.nbytes for part in parts), buffers, partial(self._scatter, group, reader))
 
-    def _scatter(self, group: Sequence[Sequence[tuple[Stretch, int]]]) -> None:
+    def _scatter(self, group: Sequence[Sequence[tuple[Stretch, int]]], reader: Reader) -> None:
         """Stretches of one file, each into the buffers that its parts belong to."""
         file = self.files[group[0][0][0].file]
         with file.open() as descriptor:
-            for batch in group:
-                places = array("Q")
-                for part, address in batch:
-                    places.append(address)
-                    places.append(part.nbytes)
-                file.scatter(descriptor, places, batch[0][0].src)
+            reader.read(file, descriptor, (_placed(batch) for batch in group))
 
-    def _copy_tasks(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor]) -> Iterator[Task]:
+    def _copy_tasks(self, copies: Sequence[Copy], buffers: dict[int, torch.Tensor], reader: Reader) -> Iterator[Task]:
         """Copies out of files, in tiles."""
-        limit = min(_READ_NBYTES, STAGING_NBYTES // (2 * _MAX_THREADS))  # what is read, and what a cast makes of it
+        share = STAGING_NBYTES // _MAX_THREADS - reader.staging_nbytes
+        limit = min(_READ_NBYTES, share // 2)  # what is read, and what a cast makes of it
+        staged = partial(copy_staged, reader)
         for whole in copies:
             file, buffer, name = self.files[whole.source], buffers[whole.buffer], self._name(whole.buffer)
             copy, chain = addressable(whole, self.head.chains)
-            way = copy_staged if file.is_remote and self.mode in ("auto", "read") else copy_from_map
+            is_read = self.backend != "preadv" or (file.is_remote and self.mode in ("auto", "read"))
+            way = staged if is_read else copy_from_map
             for tile in tiles(copy, chain, limit):
                 nbytes = tile.numel * chain[0].itemsize
                 yield Task(nbytes, (whole.buffer,), partial(way, file, tile, chain, buffer, name))
@@ -320,6 +331,7 @@ class Execution:
         buffers: dict[int, torch.Tensor],
         stager: Stager | None,
         used: Sequence[int],
+        reader: Reader,
     ) -> None:
         """What reads temporaries, when all else is done; and a last look at the files: none has changed meanwhile."""
         with nullcontext() if stager is None else stager.queued():
@@ -333,17 +345,17 @@ class Execution:
                     if buffer in absent:
                         sources[buffer].append(self.section.copies[row])
                 names = [self._name(output) for output in step.outputs]
-                run_compute(step, kinds, buffers, sources, self.head.chains, self._fill, names)
+                run_compute(step, kinds, buffers, sources, self.head.chains, partial(self._fill, reader), names)
         for number in used:
             self.files[number].check()
 
-    def _fill(self, copies: Sequence[Copy], into: dict[int, torch.Tensor]) -> None:
+    def _fill(self, reader: Reader, copies: Sequence[Copy], into: dict[int, torch.Tensor]) -> None:
         """The copies, in this thread."""
         for copy in copies:
             if copy.source < 0:
                 self._copy_again(copy, into)
             else:
-                for task in self._copy_tasks([copy], into):
+                for task in self._copy_tasks([copy], into, reader):
                     task.run()
 
     def _copy_again(self, copy: Copy, buffers: dict[int, torch.Tensor]) -> None:
@@ -379,15 +391,22 @@ def _batches(places: Sequence[tuple[Stretch, int]]) -> Iterator[list[tuple[Stret
         yield batch
 
 
-def _groups(batches: Iterator[list[tuple[Stretch, int]]]) -> Iterator[list[list[tuple[Stretch, int]]]]:
-    """Small batches of one file together, so that a task is worth its way through the queue."""
+def _placed(batch: Sequence[tuple[Stretch, int]]) -> Batch:
+    """Where in the file the batch begins; address and nbytes of each of its parts."""
+    places = array("Q")
+    for part, address in batch:
+        places.append(address)
+        places.append(part.nbytes)
+    return batch[0][0].src, places
+
+
+def _groups(batches: Iterator[list[tuple[Stretch, int]]], limit: int) -> Iterator[list[list[tuple[Stretch, int]]]]:
+    """Batches of one file together, up to `limit` bytes, so that a task is worth its way through the queue."""
     group: list[list[tuple[Stretch, int]]] = []
     held = 0
     for batch in batches:
         nbytes = sum(part.nbytes for part, _ in batch)
-        if group and (
-            group[0][0][0].file != batch[0][0].file or held + nbytes > _READ_NBYTES or len(group) == _MAX_GROUP
-        ):
+        if group and (group[0][0][0].file != batch[0][0].file or held + nbytes > limit or len(group) == _MAX_GROUP):
             yield group
             group, held = [], 0
         group.append(batch)

@@ -20,6 +20,7 @@ from loadplan.runtime.loading import Progress
 from loadplan.runtime.memory import allocate, memory_of
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import Constant
+from loadplan.runtime.readers import Backend
 from loadplan.runtime.source_files import find_files
 from loadplan.runtime.targets import TargetNames, Targets
 from loadplan.runtime.tensor_type import TensorType
@@ -47,6 +48,8 @@ def load_state_dict(
     threads: int | None = None,
     progress: Progress | None = None,
     residency: Residency = "lazy",
+    *,
+    backend: Backend = "preadv",
 ) -> dict[str, torch.Tensor]:
     """The tensors of `rank`, by target name, in name order; tied names hold one tensor.
 
@@ -63,10 +66,14 @@ def load_state_dict(
         progress: called with (bytes done, bytes in all), from the calling thread. Mapped bytes are not counted.
         residency: when mapped pages are read: `lazy` when first used (files that are not in the page cache: now),
             `read` now, `lock` now and kept in memory, together with all others.
+        backend: what reads files. `preadv` needs nothing; `runai` and `fastsafetensors` are the reading libraries of
+            these names, extras of this package: all bytes then go through them, nothing is mapped, `auto` means `read`,
+            and `map` and `copy` are refused. How many reads `runai` has under way in each of `threads` is up to it.
 
     Raises:
         FileMismatch: a file is missing, or not the one that the plan was compiled for.
-        ModeError: `mode` cannot load every tensor.
+        ModeError: `mode` cannot load every tensor, or not with this `backend`.
+        BackendError: the library of `backend` is not installed.
         ReadError: the system cannot read a part of a file.
         MemoryError: the tensors do not fit, or may not be locked.
         CastOverflow: a value is too large for the dtype that it is cast to.
@@ -78,7 +85,7 @@ def load_state_dict(
     bounded = threads_for(threads)
     wanted = torch.device(device)
     with paused_collector():
-        loaded = read_tensors(opened, location, rank, wanted, mode, bounded, progress, residency)
+        loaded = read_tensors(opened, location, rank, wanted, mode, bounded, progress, residency, backend)
         moved = None if wanted.type in ("cpu", "cuda") else wanted
         tensors = Targets(TargetNames(opened.head), moved, lambda numbers: loaded).all()
     logger.info("loaded %d tensors in %.3f s", len(tensors), time.perf_counter() - began)
@@ -94,10 +101,12 @@ def read_tensors(
     threads: int | None,
     progress: Progress | None,
     residency: Residency,
+    backend: Backend = "preadv",
 ) -> dict[int, torch.Tensor]:
     """All tensors of `rank` by number, on the CPU or a CUDA `device`. Whoever keeps an error keeps no file by it."""
     try:
-        return begin_execution(plan, location, rank, device, mode, threads, residency).run(progress=progress)
+        execution = begin_execution(plan, location, rank, device, mode, threads, residency, backend)
+        return execution.run(progress=progress)
     except BaseException as error:
         clear_frames(error.__traceback__)  # they hold files and maps, as long as the error is held (cases B76)
         raise
@@ -111,12 +120,13 @@ def begin_execution(
     mode: Mode,
     threads: int | None,
     residency: Residency,
+    backend: Backend = "preadv",
 ) -> Execution:
     """What loads `rank`, its files found and checked. Raises `FileMismatch`, `LocationError` and `PlanError`."""
     section = plan.section(rank)
     files = find_files(location, plan.head.files, files_used(plan, rank))
     staged = device if device.type == "cuda" else None
-    return Execution(plan.head, section, rank, files, mode, threads, residency, staged)
+    return Execution(plan.head, section, rank, files, mode, threads, residency, staged, backend)
 
 
 def load_into(

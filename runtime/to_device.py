@@ -8,6 +8,7 @@ streams, which is how it is tested where there is no accelerator.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,8 +16,9 @@ import torch
 
 from loadplan.runtime.copy_strided import copy_strided
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.memory import STAGING_NBYTES, memory_of
+from loadplan.runtime.memory import STAGING_NBYTES
 from loadplan.runtime.plan import Copy
+from loadplan.runtime.readers import Reader
 from loadplan.runtime.schedule import span
 from loadplan.runtime.source_files import SourceFile
 from loadplan.runtime.tensor_type import TensorType
@@ -26,10 +28,11 @@ from loadplan.runtime.torch_types import torch_dtype, torch_layout
 class Stager:
     """The way from files to the buffers on one device."""
 
-    def __init__(self, device: torch.device, threads: int) -> None:
+    def __init__(self, device: torch.device, threads: int, reader: Reader) -> None:
         """For at most `threads` threads, which share the staging budget."""
-        self.device = device
-        self.stage_nbytes = STAGING_NBYTES // (2 * threads)  # bytes that a copy may span
+        self.device, self._reader = device, reader
+        share = STAGING_NBYTES // threads
+        self.stage_nbytes = max(share - reader.staging_nbytes, share // 2) // 2  # bytes that a copy may span
         self._local = threading.local()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._stream is not None:  # the buffers' memory may still be in use by what was queued before
@@ -52,7 +55,7 @@ class Stager:
         if sent is not None:
             sent.synchronize()
         with file.open() as descriptor:
-            file.read_into(descriptor, [memory_of(stage, 0, nbytes)], tile.src)
+            self._reader.read(file, descriptor, [(tile.src, array("Q", [stage.data_ptr(), nbytes]))])
         with self.queued():
             if tile.loops or len(chain) > 1:
                 source = stage[:nbytes].to(self.device, non_blocking=True)

@@ -29,6 +29,8 @@ OUTSIDE_FILE = {
     "http_client.py": {"urllib3"},  # when the first http remote is opened
     "http_remote.py": {"zstandard"},  # when the first file is compressed on the wire
     "build_model.py": {"transformers"},  # makes its models; imported when one is made
+    "read_with_fastsafetensors.py": {"fastsafetensors"},
+    "read_with_runai.py": {"runai_model_streamer"},
 }
 
 
