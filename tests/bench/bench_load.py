@@ -97,6 +97,8 @@ end()
     "plan": _PLAN.format(more=""),
     "plan, all pages": _PLAN.format(more=", residency='read'"),
     "plan, read": _PLAN.format(more=", mode='read'"),
+    "plan, runai": "import runai_model_streamer" + _PLAN.format(more=", backend='runai'"),
+    "plan, fastsafetensors": "import fastsafetensors" + _PLAN.format(more=", backend='fastsafetensors'"),
     "artifact": _ARTIFACT.format(more=""),
     "artifact, all pages": _ARTIFACT.format(more=", residency='read'"),
     "load_model": """
@@ -106,7 +108,12 @@ model = load_model(Plan.open(plan), checkpoint)
 end()
 """,
 }
-NEEDS = {"runai": "runai-model-streamer", "fastsafetensors": "fastsafetensors"}
+NEEDS = {
+    "runai": "runai-model-streamer",
+    "fastsafetensors": "fastsafetensors",
+    "plan, runai": "runai-model-streamer",
+    "plan, fastsafetensors": "fastsafetensors",
+}
 MODEL = {"transformers", "load_model"}  # ways that need a model class
 
 _FRAME = """
@@ -277,13 +284,13 @@ def _print(
     }
     peer = medians.get("transformers", {}).get("call")
     header = ("way", "call s", "least", "most", "x raw", "x faster", "process s", "read MB", "peak MB")
-    print("{:<20}{:>9}{:>9}{:>9}{:>8}{:>10}{:>11}{:>9}{:>9}".format(*header))
+    print("{:<22}{:>9}{:>9}{:>9}{:>8}{:>10}{:>11}{:>9}{:>9}".format(*header))
     for way, runs in results.items():
         calls = [run["call"] for run in runs]
         m = medians[way]
         faster = f"{peer / m['call']:.1f}" if peer else "-"
         print(
-            f"{way:<20}{m['call']:>9.3f}{min(calls):>9.3f}{max(calls):>9.3f}{m['call'] / medians['raw']['call']:>8.2f}"
+            f"{way:<22}{m['call']:>9.3f}{min(calls):>9.3f}{max(calls):>9.3f}{m['call'] / medians['raw']['call']:>8.2f}"
             f"{faster:>10}{m['process']:>11.2f}{m['read'] / 1e6:>9.0f}{peaks[way] / 1e6:>9.0f}"
         )
 
