@@ -27,6 +27,7 @@ OUTSIDE_FILE = {
     "bridge.py": {"torch", "transformers"},  # reads what an installed transformers has registered
     "spread_conversion.py": {"distributed"},  # when work is sent to a cluster
     "http_client.py": {"urllib3"},  # when the first http remote is opened
+    "signing.py": {"cryptography"},  # when the first key is read
     "http_remote.py": {"zstandard"},  # when the first file is compressed on the wire
     "build_model.py": {"transformers"},  # makes its models; imported when one is made
     "read_with_fastsafetensors.py": {"fastsafetensors"},
