@@ -7,6 +7,8 @@ reads as absent, and is built again. Read in this order:
     write_file      files that appear whole or not at all
     store           blobs by digest
     record          small JSON files that know their own digest
+    signing         keys, and signatures by them
+    entry_trust     who vouches for an action's entry
     actions         action key -> artifact (name -> blob)
     file_digests    digests of source files, remembered
     claims, gc      what is in use, and what can go; why no lock is needed
@@ -14,6 +16,8 @@ reads as absent, and is built again. Read in this order:
     lease           one builder a key, where possible
     check           what is damaged, and its removal
     cache           all of it under one root
+    remotes/        places that machines share artifacts through
+    transfer        pull and push
 """
 
 from loadplan.cache.actions import ActionCache, Artifact, ArtifactIncomplete, BadArtifact
@@ -29,12 +33,24 @@ from loadplan.cache.digest import (
     is_digest,
 )
 from loadplan.cache.entries import CacheInfo, Entry, GcReport
+from loadplan.cache.entry_trust import ReservedNote
 from loadplan.cache.error import LoadplanError
 from loadplan.cache.file_digests import FileChanged, FileDigests
 from loadplan.cache.gc import PinsDamaged
 from loadplan.cache.lease import Lease
 from loadplan.cache.pins import NoSuchPin
 from loadplan.cache.record import NotReadable
+from loadplan.cache.signing import (
+    KeyExists,
+    KeyFileError,
+    PublicKey,
+    SigningKey,
+    SigningLibraryMissing,
+    TrustedKeys,
+    new_key,
+    read_public_key,
+    read_signing_key,
+)
 from loadplan.cache.store import BlobMissing, BlobStore, DigestMismatch, Problem, ProblemKind
 from loadplan.cache.write_file import FolderNotWritable, make_folder, write_atomically
 
@@ -55,6 +71,8 @@ __all__ = [
     "FileDigests",
     "FolderNotWritable",
     "GcReport",
+    "KeyExists",
+    "KeyFileError",
     "Lease",
     "LoadplanError",
     "NoSuchPin",
@@ -65,12 +83,20 @@ __all__ = [
     "PinsDamaged",
     "Problem",
     "ProblemKind",
+    "PublicKey",
     "RepairReport",
+    "ReservedNote",
+    "SigningKey",
+    "SigningLibraryMissing",
+    "TrustedKeys",
     "canonical_json",
     "digest_bytes",
     "digest_file",
     "digest_json",
     "is_digest",
     "make_folder",
+    "new_key",
+    "read_public_key",
+    "read_signing_key",
     "write_atomically",
 ]

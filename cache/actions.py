@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadplan.cache.digest import NotADigest, is_digest
+from loadplan.cache.entry_trust import EntryTrust
 from loadplan.cache.error import LoadplanError
 from loadplan.cache.record import find_record, write_record
 from loadplan.cache.store import ABSENT, BlobStore
@@ -64,6 +65,7 @@ class ActionCache:
 
     folder: Path
     store: BlobStore
+    trust: EntryTrust = field(default_factory=EntryTrust)  # whose entries are found
 
     def path(self, key: str) -> Path:
         if not is_digest(key):
@@ -71,14 +73,22 @@ class ActionCache:
         return self.folder / key[:2] / key[2:]
 
     def find(self, key: str) -> Artifact | None:
-        """The artifact of `key`; None when never put, damaged, or one of its blobs is gone.
+        """The artifact of `key`; None when never put, damaged, one of its blobs is gone, or nobody vouches for it.
 
         The bytes of the blobs are verified by who reads them (`BlobStore.get_bytes`, `copy_to`, `Cache.find`).
         """
         artifact = self.read(key)
         if artifact is None or not all(map(self.store.has, artifact.blobs.values())):
             return None
-        return artifact
+        return artifact if self.trust.accepts(key, artifact.blobs, artifact.info) else None
+
+    def signed(self, key: str, blobs: Mapping[str, str], info: Mapping[str, str] | None = None) -> Artifact:
+        """The artifact that `key` leads to, signed if there is a signer: for what was built here, and nothing else.
+
+        Raises:
+            ReservedNote: a note is called like a signature.
+        """
+        return Artifact(blobs, self.trust.signature_notes(key, blobs, info or {}))
 
     def all_keys(self) -> Iterator[str]:
         """The keys that have a record, good or not, in order."""

@@ -23,6 +23,7 @@ from loadplan.cache.gc import GRACE_S, collect
 from loadplan.cache.lease import TIMEOUT_S, TTL_S, Lease, Leases
 from loadplan.cache.pins import Pins
 from loadplan.cache.record import NotReadable
+from loadplan.cache.signing import SigningKey, TrustedKeys
 from loadplan.cache.store import ABSENT, BlobMissing, BlobStore, DigestMismatch, nbytes_of
 from loadplan.cache.write_file import (
     TEMPORARY_PREFIX,
@@ -35,6 +36,7 @@ from loadplan.cache.write_file import (
 
 _T = TypeVar("_T")  # bytes or a path
 
+from loadplan.cache.entry_trust import EntryTrust
 
 if TYPE_CHECKING:  # a build that finds all it needs here imports nothing of the network
     from loadplan.cache.remotes import Remote, RemoteSet
@@ -62,16 +64,24 @@ class Cache:
     Any number of processes, on any number of machines, may do anything at once. Locks are not needed, and leases save
     work only: what a reader gets is verified and right, or absent.
 
-    `remotes` are what `pull` asks, in order: remotes, or a `RemoteSet`.
+    `remotes` are what `pull` asks, in order: remotes, or a `RemoteSet`. With `trust`, entries that none of these keys
+    signed are misses, wherever they come from; `signer` signs what is put.
     """
 
     __slots__ = ("_remotes", "actions", "blobs", "claims", "files", "leases", "pin_records", "root")
 
-    def __init__(self, root: Path, remotes: Iterable[Remote] | RemoteSet = ()) -> None:
+    def __init__(
+        self,
+        root: Path,
+        remotes: Iterable[Remote] | RemoteSet = (),
+        *,
+        trust: TrustedKeys | None = None,
+        signer: SigningKey | None = None,
+    ) -> None:
         self.root = root
         self._remotes = remotes
         self.blobs = BlobStore(root / "blobs")
-        self.actions = ActionCache(root / "actions", self.blobs)
+        self.actions = ActionCache(root / "actions", self.blobs, EntryTrust(trust, signer))
         self.files = FileDigests(root / "file-digests")
         self.claims = Claims(root / "claims")
         self.pin_records = Pins(root / "pins")
@@ -126,7 +136,7 @@ class Cache:
         """The order of writes that `gc` relies on: blobs, claim, a look at the blobs, entry."""
         blobs = {name: file(content) for name, content in contents.items()}
         while True:
-            artifact = Artifact(blobs, info or {})
+            artifact = self.actions.signed(key, blobs, info)
             with self.claims.hold(blobs.values()):
                 try:
                     self.actions.put(key, artifact)

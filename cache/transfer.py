@@ -185,7 +185,7 @@ def _pull_from(
 ) -> RemoteEntry | None:
     start_s = time.monotonic()
     entry = retry(partial(remote.find_entry, key), policy, Budget(remote.name, policy.find_deadline_s(0)))
-    if entry is None:
+    if entry is None or not cache.actions.trust.accepts(key, entry.artifact.blobs, entry.artifact.info, remote.name):
         return None
     missing = {digest: nbytes for digest, nbytes in entry.nbytes.items() if not cache.blobs.is_good(digest)}
     total_nbytes = sum(missing.values())

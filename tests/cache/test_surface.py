@@ -19,11 +19,15 @@ ERRORS = (
     loadplan.cache.FileChanged(Path("a"), 1, 2),
     loadplan.cache.FolderNotWritable(13, "Permission denied", "a"),
     loadplan.cache.NoSuchPin("a", ("b",)),
+    loadplan.cache.KeyExists(Path("a")),
+    loadplan.cache.KeyFileError(Path("a"), "is no key"),
     loadplan.cache.NotADigest("a"),
     loadplan.cache.NotCached("0" * 64, Path("a")),
     loadplan.cache.NotCanonical("a", "b"),
     loadplan.cache.NotReadable(13, "Permission denied", "a"),
     loadplan.cache.PinsDamaged((Path("a"),)),
+    loadplan.cache.ReservedNote("signature:a"),
+    loadplan.cache.SigningLibraryMissing(),
 )
 
 
@@ -50,4 +54,4 @@ def test_errors_pickle(error: Exception) -> None:
 def test_imports_the_standard_library_only() -> None:
     script = "import sys, loadplan.cache; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
-    assert {"torch", "numpy", "msgpack", "zstandard", "pydantic", "doit"}.isdisjoint(loaded)
+    assert {"torch", "numpy", "msgpack", "zstandard", "pydantic", "doit", "cryptography"}.isdisjoint(loaded)
