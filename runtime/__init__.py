@@ -2,6 +2,7 @@
 
     plan, plan_format, check_plan    the values, their bytes, their proof
     open_plan                        `Plan`: opened, proved, saved
+    signature_file, trust            who vouches for a plan and its files, where somebody must
     location, source_files           where a checkpoint lies; its files, compared with the plan
     schedule                         the copies of one rank, sorted by the way they can go
     compose, copy_strided, to_device the ways: pages mapped side by side, elements, an accelerator
@@ -53,8 +54,10 @@ if TYPE_CHECKING:
     from loadplan.runtime.plan_format import PlanError
     from loadplan.runtime.readers import BackendError
     from loadplan.runtime.save import SaveError, save_checkpoint
+    from loadplan.runtime.signature_file import SignatureFileError
     from loadplan.runtime.source_files import FileMismatch, ReadError
     from loadplan.runtime.targets import TieConflict
+    from loadplan.runtime.trust import BadRequirement, UntrustedPlan
     from loadplan.runtime.waiting import wait_for
 
 __all__ = [
@@ -62,6 +65,7 @@ __all__ = [
     "Artifact",
     "ArtifactError",
     "BackendError",
+    "BadRequirement",
     "CastOverflow",
     "FileMismatch",
     "FusionError",
@@ -76,7 +80,9 @@ __all__ = [
     "PlanError",
     "ReadError",
     "SaveError",
+    "SignatureFileError",
     "TieConflict",
+    "UntrustedPlan",
     "apply_patches",
     "find_fusion",
     "find_fusions",
@@ -97,6 +103,7 @@ _HOMES = {
     "Artifact": "artifact",
     "ArtifactError": "artifact",
     "BackendError": "readers",
+    "BadRequirement": "trust",
     "CastOverflow": "cast",
     "FileMismatch": "source_files",
     "FusionError": "fusion",
@@ -116,6 +123,8 @@ _HOMES = {
     "find_fusion": "fusion",
     "find_fusions": "fusion",
     "fuse_modules": "fusion",
+    "SignatureFileError": "signature_file",
+    "UntrustedPlan": "trust",
     "load_into": "load",
     "load_model": "fill_model",
     "load_state_dict": "load",

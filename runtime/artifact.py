@@ -7,6 +7,8 @@ from pathlib import Path
 
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.open_plan import Plan
+from loadplan.runtime.plan_format import Frames
+from loadplan.runtime.trust import Trusted
 
 PLAN_NAME = "artifact.loadplan"
 ORIGINAL_NAME = "original.loadplan"  # the plan that the files were made by: what saving goes back through
@@ -25,12 +27,17 @@ class Artifact:
     plan: Plan
 
     @classmethod
-    def open(cls, folder: str | Path) -> Artifact:
-        """The artifact in `folder`. Raises `ArtifactError` and `PlanError`."""
+    def open(cls, folder: str | Path, trusted: Trusted = None) -> Artifact:
+        """The artifact in `folder`; signed, where `trusted` or the environment asks for it.
+
+        Raises:
+            ArtifactError: the folder holds none.
+            And what `Plan.open` raises.
+        """
         place = Path(folder)
         if not (place / PLAN_NAME).is_file():
             raise ArtifactError(f"{place}: holds no {PLAN_NAME}; give a folder that `loadplan convert` wrote")
-        return cls(place, Plan.open(place / PLAN_NAME))
+        return cls(place, Plan.open(place / PLAN_NAME, trusted))
 
     @property
     def files(self) -> dict[str, Path]:
@@ -42,7 +49,7 @@ class Artifact:
 
     @property
     def original(self) -> Plan:
-        """The plan that the files were made by.
+        """The plan that the files were made by; the artifact's plan names its digest, so whoever signs one signs both.
 
         Raises:
             ArtifactError: it is not there, or is not the one that this artifact was made by.
@@ -51,10 +58,10 @@ class Artifact:
         path = self.folder / ORIGINAL_NAME
         if not path.is_file():
             raise ArtifactError(f"{self.folder}: holds no {ORIGINAL_NAME}; convert the checkpoint again")
-        plan = Plan.open(path)
-        if dict(self.plan.head.provenance).get("plan") != plan.digest:
+        data = path.read_bytes()
+        if dict(self.plan.head.provenance).get("plan") != Frames(data, str(path)).digest:
             raise ArtifactError(f"{path}: is not the plan that {PLAN_NAME} was made by; convert the checkpoint again")
-        return plan
+        return Plan(data, str(path), self.plan.vouched)
 
 
 def files_used(plan: Plan, rank: int) -> set[int] | None:
@@ -68,11 +75,11 @@ def files_used(plan: Plan, rank: int) -> set[int] | None:
     return {source for source in plan.section(rank).copies.source if source >= 0}
 
 
-def open_any(plan: Plan | Artifact | str | Path) -> Plan | Artifact:
-    """A plan or an artifact: as it is, or the one at a path. Raises `ArtifactError`, `PlanError` and `OSError`."""
+def open_any(plan: Plan | Artifact | str | Path, trusted: Trusted = None) -> Plan | Artifact:
+    """A plan or an artifact: as it is, or the one at a path. Raises what `Artifact.open` and `Plan.open` raise."""
     if isinstance(plan, Plan | Artifact):
         return plan
     path = Path(plan)
     if path.is_dir():
-        return Artifact.open(path)
-    return Artifact.open(path.parent) if path.name == PLAN_NAME else Plan.open(path)
+        return Artifact.open(path, trusted)
+    return Artifact.open(path.parent, trusted) if path.name == PLAN_NAME else Plan.open(path, trusted)

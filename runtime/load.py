@@ -25,6 +25,7 @@ from loadplan.runtime.source_files import find_files
 from loadplan.runtime.targets import TargetNames, Targets
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import torch_layout
+from loadplan.runtime.trust import verify_contents
 
 _TRUE = ("1", "ON", "YES", "TRUE")  # as transformers reads its variables
 
@@ -79,6 +80,7 @@ def load_state_dict(
         CastOverflow: a value is too large for the dtype that it is cast to.
         TieConflict: tied names hold different tensors, and others of the tie none.
         PlanError: the plan is damaged, or has no such rank.
+        UntrustedPlan: plan and files must be signed by a trusted key, and are not (`runtime/trust.py`).
     """
     began = time.perf_counter()
     opened, location = resolve(plan, checkpoint)
@@ -122,9 +124,16 @@ def begin_execution(
     residency: Residency,
     backend: Backend = "preadv",
 ) -> Execution:
-    """What loads `rank`, its files found and checked. Raises `FileMismatch`, `LocationError` and `PlanError`."""
+    """What loads `rank`, its files found and checked.
+
+    Raises:
+        LocationError, FileMismatch: there are no files, or others than those of the plan.
+        PlanError: the plan is damaged, or has no such rank.
+        UntrustedPlan: the files must be signed by a trusted key, and are not.
+    """
     section = plan.section(rank)
     files = find_files(location, plan.head.files, files_used(plan, rank))
+    verify_contents(plan, files, {source for source in section.copies.source if source >= 0})
     staged = device if device.type == "cuda" else None
     return Execution(plan.head, section, rank, files, mode, threads, residency, staged, backend)
 

@@ -11,18 +11,19 @@ from loadplan.runtime.collector import paused_collector
 from loadplan.runtime.order import staged
 from loadplan.runtime.plan import Cost, Head, Origin, Report, Section
 from loadplan.runtime.plan_format import Frames, PlanError, encode
+from loadplan.runtime.trust import Trusted, Vouched, verify_plan
 
 
 class Plan:
     """For each rank, which bytes of which file land where. Immutable; equal digests are equal plans."""
 
-    def __init__(self, data: bytes, name: str = "plan") -> None:
-        """The plan that `data` encodes; `name` is for messages.
+    def __init__(self, data: bytes, name: str = "plan", vouched: Vouched | None = None) -> None:
+        """The plan that `data` encodes; `name` is for messages, `vouched` says who signed it.
 
         Raises:
             PlanError: it is damaged, of another format, or not a proved plan.
         """
-        self._data, self._name = data, name
+        self._data, self.name, self.vouched = data, name, vouched
         self._frames = Frames(data, name)
         with paused_collector():
             self.head: Head = self._frames.head()
@@ -35,9 +36,16 @@ class Plan:
         return cls(encode(head, sections, origin)[0])
 
     @classmethod
-    def open(cls, path: str | Path) -> Plan:
-        """The plan in the file at `path`. Raises `PlanError` and `OSError`."""
-        return cls(Path(path).read_bytes(), str(path))
+    def open(cls, path: str | Path, trusted: Trusted = None) -> Plan:
+        """The plan in the file at `path`; signed, where `trusted` or the environment asks for it (`runtime/trust.py`).
+
+        Raises:
+            UntrustedPlan: it must be signed by a trusted key, and is not.
+            And `PlanError`, `OSError`, and what `verify_plan` raises.
+        """
+        data = Path(path).read_bytes()
+        vouched = verify_plan(Path(path), Frames(data, str(path)).digest, trusted)
+        return cls(data, str(path), vouched)
 
     def save(self, path: str | Path) -> None:
         """Write the plan file, whole or not at all."""
@@ -75,7 +83,7 @@ class Plan:
     def _section(self, rank: int) -> Section:
         """The proved section of `rank`, decoded once. Raises `PlanError`."""
         if not 0 <= rank < self.world_size:
-            raise PlanError(f"{self._name}: has ranks 0 to {self.world_size - 1}, not {rank}")
+            raise PlanError(f"{self.name}: has ranks 0 to {self.world_size - 1}, not {rank}")
         with paused_collector():
             section = self._frames.section(rank)
             self._refuse_if([f"rank {rank}: {fault}" for fault in check_section(self.head, section, rank)])
@@ -84,7 +92,7 @@ class Plan:
     def _refuse_if(self, faults: list[str]) -> None:
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-            raise PlanError(f"{self._name}: not a proved plan: {faults[0]}{more}")
+            raise PlanError(f"{self.name}: not a proved plan: {faults[0]}{more}")
 
     def cost(self, rank: int = 0) -> Cost:
         """What loading `rank` takes: bytes, reads, copies, memory. Raises `PlanError`."""
@@ -111,4 +119,4 @@ class Plan:
         return Plan, (self._data, self._name)
 
     def __repr__(self) -> str:
-        return f"Plan({self._name!r}, {len(self.head.tensors)} tensors, {self.world_size} ranks, {self.digest[:12]})"
+        return f"Plan({self.name!r}, {len(self.head.tensors)} tensors, {self.world_size} ranks, {self.digest[:12]})"
