@@ -15,6 +15,7 @@ from loadplan.cache.digest import digest_file
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.cli_cache import add_cache_commands
 from loadplan.compiler.cli_files import add_file_commands
+from loadplan.compiler.cli_trust import add_trust_commands, describe_signers
 from loadplan.compiler.pipeline import compile_plan
 from loadplan.compiler.problem import CompileError, Problem
 from loadplan.compiler.show import show_plan
@@ -23,6 +24,7 @@ from loadplan.compiler.target import Target
 from loadplan.runtime.artifact import Artifact, open_any
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.source_files import FileMismatch, find_files
+from loadplan.runtime.trust import verify_contents
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,10 +91,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "checkpoint", nargs="?", metavar="CHECKPOINT", help="compare its sizes and headers with the plan"
     )
+    command.add_argument(
+        "--trusted",
+        action="append",
+        metavar="KEY",
+        help="one of these must have signed it; file or folder of public keys, repeatable",
+    )
     command.set_defaults(run=_check)
 
     add_file_commands(commands)
     add_cache_commands(commands)
+    add_trust_commands(commands)
     return parser
 
 
@@ -180,7 +189,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    opened = open_any(options.plan)
+    opened = open_any(options.plan, options.trusted)
     plan = opened.plan if isinstance(opened, Artifact) else opened
     costs = [plan.cost(rank) for rank in range(plan.world_size)]
     print(f"{options.plan}: proved, {len(plan.head.tensors)} tensors, {len(costs)} ranks")
@@ -190,9 +199,13 @@ def _check(options: argparse.Namespace) -> int:
             if found != file.content_digest:
                 raise FileMismatch(file.name, f"holds {found[:12]}, what was written is {file.content_digest[:12]}")
         print(f"{options.plan}: {len(plan.head.files)} files hold what was written")
+    print(describe_signers(options.plan, plan))
     if options.checkpoint is not None:
-        find_files(options.checkpoint, plan.head.files)
+        files = find_files(options.checkpoint, plan.head.files)
         print(f"{options.checkpoint}: {len(plan.head.files)} files have the sizes and headers of the plan")
+        if plan.vouched is not None:
+            verify_contents(plan, files, range(len(files)))
+            print(f"{options.checkpoint}: {len(files)} files hold what was signed")
     return 0
 
 
