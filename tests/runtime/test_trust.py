@@ -108,7 +108,7 @@ def test_a_signed_artifact_loads(
     assert opened.plan.vouched is not None
     assert [key.raw for key in opened.plan.vouched.keys] == [private_key("ci").public_key().public_bytes_raw()]
     for mode in ("auto", "map", "read", "copy"):
-        assert_same(load_state_dict(opened, mode=mode), wanted)  # type: ignore[arg-type]
+        assert_same(load_state_dict(opened, mode=mode), wanted)
 
 
 def test_a_signed_plan_loads_what_was_signed(plan: Path, checkpoint: Path, trusted: Path) -> None:
