@@ -16,7 +16,9 @@ from loadplan.runtime.kernels import KernelError, find_kernel, parse_options
 from loadplan.runtime.plan import Compute, Copy, Head, Origin, PlanTensor, Section
 from loadplan.runtime.tensor_type import TensorType
 
-_MAX_RUNS = 4_000_000  # places that one buffer may be taken apart into before it is refused as unprovable
+_MAX_RUNS = 2_000_000  # that the buffers of a section may be taken apart into before they are refused as unprovable
+_RUNS_PER_COPY = 256  # and so many more for each copy, so that time stays in proportion to the size of the plan
+_MAX_LOOPS = 62  # of a copy: each has two turns at least, and no buffer has 2**63 elements
 
 
 class Area(NamedTuple):
@@ -105,6 +107,7 @@ def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
     first_temporary = len(head.tensors)
     areas: dict[int, list[Area]] = defaultdict(list)
     plain, spans = _plain_copies(head, section, kinds)
+    budget = RunBudget(len(section.copies))
     latest = -1  # the last temporary that was read: it must be complete by then
     for row in range(len(section.copies)):
         if latest < 0 and plain[row]:
@@ -140,7 +143,7 @@ def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:
         name = head.tensors[buffer].name if buffer < first_temporary else f"temporary {buffer - first_temporary}"
         bits = kind.dtype.bits
         plain_areas = [Area(dst * 8 // bits, nbytes * 8 // bits, ()) for dst, nbytes in found]
-        fault = covers(kind.numel, [*areas.get(buffer, []), *plain_areas])
+        fault = covers(kind.numel, [*areas.get(buffer, []), *plain_areas], budget)
         if fault is not None:
             yield f"{name}: {fault}"
 
@@ -209,6 +212,8 @@ def _copy_fault(copy: Copy, head: Head, kinds: Sequence[TensorType], first_tempo
         return f"writes {final} into a buffer of {buffer}"
     if copy.src < 0 or copy.dst < 0 or copy.run < 1:
         return "has a negative offset, or nothing to copy"
+    if len(copy.loops) > _MAX_LOOPS:
+        return f"has {len(copy.loops)} loops, more than any buffer has room for"
     if any(loop.extent < 2 or loop.src < 0 or loop.dst <= 0 for loop in copy.loops):
         return "has a loop that goes nowhere or backwards"
     number = -1 - copy.source
@@ -254,27 +259,81 @@ def _compute_fault(compute: Compute, kinds: Sequence[TensorType], first_temporar
     return None
 
 
-def covers(numel: int, areas: Sequence[Area]) -> str | None:
+class RunBudget:
+    """How many runs areas may be taken apart into, over all buffers of a section: small files must not take hours."""
+
+    def __init__(self, copies: int = 0) -> None:
+        self._left = _MAX_RUNS + _RUNS_PER_COPY * copies
+
+    def takes(self, count: int) -> bool:
+        """Whether so many are left; they are spent then."""
+        if count > self._left:
+            return False
+        self._left -= count
+        return True
+
+
+def covers(numel: int, areas: Sequence[Area], budget: RunBudget | None = None) -> str | None:
     """Why `areas` do not write each of `numel` elements exactly once; None if they do.
 
-    The volumes must add up; then one overlap would mean one gap. Loops that all areas share are taken off the outside
-    (columns of a matrix put side by side), the rest is taken apart into runs, which are sorted and laid end to end.
+    The volumes must add up; then one overlap would mean one gap. Areas are told apart where one ends before the next
+    begins (experts behind each other); then a loop that all of them share is taken off the outside (columns of a matrix
+    put side by side); and so on with what is left. Each step looks at each area once, whatever its size. Only what
+    neither step divides is taken apart into runs, which are sorted and laid end to end.
     """
+    spent = budget or RunBudget()
     total = sum(_volume(area) for area in areas)
     if total != numel:
         return f"{total} elements are written, it has {numel}"
-    fused = [_fuse(area) for area in areas]
-    while fused and all(area.loops for area in fused):
-        extent, step = fused[0].loops[0]
-        if extent * step != numel or any(area.loops[0] != (extent, step) or _end(area) > step for area in fused):
-            break
-        fused, numel = [Area(area.start, area.run, area.loops[1:]) for area in fused], step
-    runs: list[tuple[int, int]] = []
-    if sum(_volume(area) // area.run for area in fused) > _MAX_RUNS:
+    todo = [(0, numel, [_fuse(area) for area in areas])]
+    while todo:
+        low, high, group = todo.pop()
+        clusters = _clusters(group)
+        ends = [low, *(end for _, end, _ in clusters)]
+        if ends[-1] != high or any(
+            start != before or sum(map(_volume, members)) != end - start
+            for (start, end, members), before in zip(clusters, ends, strict=False)
+        ):
+            return _overlap(low, group, spent)
+        if len(clusters) > 1:
+            todo += [cluster for cluster in clusters if len(cluster[2]) > 1 or cluster[2][0].loops]
+            continue
+        if not group or (len(group) == 1 and not group[0].loops):
+            continue
+        shared = group[0].loops[0] if group[0].loops else (1, 0)
+        if shared[0] * shared[1] == high - low and all(
+            area.loops and area.loops[0] == shared and _end(area) <= low + shared[1] for area in group
+        ):
+            todo.append((low, low + shared[1], [Area(area.start, area.run, area.loops[1:]) for area in group]))
+            continue
+        fault = _overlap(low, group, spent)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _clusters(areas: Sequence[Area]) -> list[tuple[int, int, list[Area]]]:
+    """The areas in order, those that reach into each other together: (first element, one past the last, areas)."""
+    clusters: list[tuple[int, int, list[Area]]] = []
+    for area in sorted(areas, key=lambda area: area.start):
+        end = _end(area, area.loops)
+        if clusters and area.start < clusters[-1][1]:
+            start, before, members = clusters[-1]
+            members.append(area)
+            clusters[-1] = (start, max(before, end), members)
+        else:
+            clusters.append((area.start, end, [area]))
+    return clusters
+
+
+def _overlap(low: int, areas: Sequence[Area], budget: RunBudget) -> str | None:
+    """The first element from `low` on that is not written once, found run by run; None if all are."""
+    if not budget.takes(sum(_volume(area) // area.run for area in areas)):
         return f"its copies fall apart into more than {_MAX_RUNS} runs and cannot be proved"
-    for area in fused:
+    runs: list[tuple[int, int]] = []
+    for area in areas:
         runs.extend((start, area.run) for start in _starts(area.start, area.loops))
-    at = 0
+    at = low
     for start, run in sorted(runs):
         if start != at:
             return f"element {min(at, start)} is written {'twice' if start < at else 'never'}"
@@ -286,9 +345,10 @@ def _volume(area: Area) -> int:
     return area.run * prod(extent for extent, _ in area.loops)
 
 
-def _end(area: Area) -> int:
-    """One past the last element of one turn of the outermost loop."""
-    return area.start + area.run + sum((extent - 1) * step for extent, step in area.loops[1:])
+def _end(area: Area, loops: tuple[tuple[int, int], ...] | None = None) -> int:
+    """One past the last element, of all turns of `loops`; of one turn of the outermost loop if they are not given."""
+    turns = area.loops[1:] if loops is None else loops
+    return area.start + area.run + sum((extent - 1) * step for extent, step in turns)
 
 
 def _fuse(area: Area) -> Area:

@@ -116,7 +116,7 @@ class Plan:
         return Cost(rank, wanted, read, reads, len(section.copies), temporary, wanted + temporary)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Plan, (self._data, self._name)
+        return Plan, (self._data, self.name, self.vouched)
 
     def __repr__(self) -> str:
         return f"Plan({self.name!r}, {len(self.head.tensors)} tensors, {self.world_size} ranks, {self.digest[:12]})"

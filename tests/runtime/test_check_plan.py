@@ -27,6 +27,7 @@ from loadplan.compiler.pipeline import compile_plan
 from loadplan.compiler.recipe import Recipe
 from loadplan.compiler.rules import WeightConverter
 from loadplan.compiler.target import Target
+from loadplan.runtime import check_plan
 from loadplan.runtime.check_plan import Area as ProvedArea
 from loadplan.runtime.check_plan import check_head, check_section, covers
 from loadplan.runtime.dtype import DType
@@ -554,9 +555,67 @@ def test_loops_that_leave_a_gap() -> None:
     assert not _verdict(8, areas)
 
 
+def _woven(count: int, start: int = 0) -> list[Area]:
+    """Areas that write `4 * count` elements once each, and that no step of the proof takes apart."""
+    loop = ((count, 4),)
+    return [(start, 1, ((2 * count, 2),)), (start + 1, 1, loop), (start + 3, 1, loop)]
+
+
 def test_too_many_runs() -> None:
     """Refused before they are counted out."""
-    count = 5_000_000
-    areas: list[Area] = [(0, 1, ((count, 2),)), (1, 1, ((count, 2),)), (2 * count, 1, ())]
-    assert "cannot be proved" in str(covers(2 * count + 1, [ProvedArea(*area) for area in areas]))
-    assert _verdict(2 * count, areas[:2])  # the same loop around all comes off first
+    areas = _woven(5_000_000)
+    assert "cannot be proved" in str(covers(20_000_000, [ProvedArea(*area) for area in areas]))
+    assert _verdict(4_000, _woven(1_000))
+    assert not _verdict(4_000, [*_woven(1_000)[:2], (1, 1, ((1_000, 4),))])
+
+
+def test_large_areas_are_told_apart_and_folded() -> None:
+    """In no time, however many elements there are: experts behind each other, halves of their rows side by side."""
+    rows, half, count = 1 << 20, 1 << 10, 64
+    size = rows * 2 * half
+    areas: list[Area] = [
+        (expert * size + side * half, half, ((rows, 2 * half),)) for expert in range(count) for side in range(2)
+    ]
+    assert _verdict(count * size, areas)
+    for at in (0, 1, 77, len(areas) - 1):
+        start, run, loops = areas[at]
+        for wrong in ((start + 1, run, loops), (start, run, ((rows - 1, 2 * half),)), areas[at ^ 1]):
+            assert not _verdict(count * size, [*areas[:at], wrong, *areas[at + 1 :]])
+    assert _verdict(10_000_001, [(0, 1, ((5_000_000, 2),)), (1, 1, ((5_000_000, 2),)), (10_000_000, 1, ())])
+
+
+def test_runs_are_counted_over_all_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file with many buffers, each just provable, would take hours."""
+    monkeypatch.setattr(check_plan, "_MAX_RUNS", 100_000)
+    monkeypatch.setattr(check_plan, "_RUNS_PER_COPY", 0)
+    kind = TensorType((40_000,), DType.U8)
+    tensors = [PlanTensor(f"w{number}", kind) for number in range(4)]
+    copies = [
+        Copy(0, number, 8, start, run, 3, tuple(Loop(extent, 1, step) for extent, step in loops))
+        for number in range(4)
+        for start, run, loops in _woven(10_000)
+    ]
+    section = Section((), CopyColumns.of(copies))
+    faults = list(check_section(_small_head(*tensors, size=1 << 20), section, 0))
+    assert [fault[:27] for fault in faults] == ["w2: its copies fall apart i", "w3: its copies fall apart i"]
+    assert not list(check_section(_small_head(*tensors[:2], size=1 << 20), Section((), CopyColumns.of(copies[:6])), 0))
+
+
+@pytest.mark.parametrize("count", [63, 10_000])
+def test_loops_without_end(count: int) -> None:
+    """Their turns multiply to numbers that take hours to compute, and that Python refuses to print."""
+    head = _small_head(PlanTensor("w", TensorType((1 << 40,), DType.U8)))
+    copy = Copy(0, 0, 8, 0, 1, 3, (Loop(2, 0, 1),) * count)
+    faults = list(check_section(head, Section((), CopyColumns.of([copy])), 0))
+    assert faults == [f"copy 0: has {count} loops, more than any buffer has room for"]
+
+
+def test_products_past_64_bits() -> None:
+    """Loops that are each inside the buffer, and together more than any."""
+    head = _small_head(PlanTensor("w", TensorType((1 << 40,), DType.U8)))
+    loops = (Loop(1 << 39, 0, 1),) + (Loop(1 << 30, 0, 1),) * 61
+    (fault,) = check_section(head, Section((), CopyColumns.of([Copy(0, 0, 8, 0, 1, 3, loops)])), 0)
+    assert f"w: {2 ** (39 + 30 * 61)} elements are written" in fault
+    wrap = [Loop(2, 2**62, 2**62), Loop(2, 2**62, 2**62), Loop(2, 2**62, 2**62)]
+    (fault,) = check_section(head, Section((), CopyColumns.of([Copy(0, 0, 8, 0, 1, 3, tuple(wrap))])), 0)
+    assert f"reads up to byte {3 * 2**62 + 9} of 64" in fault
