@@ -53,6 +53,10 @@ def check_head(head: Head) -> Iterator[str]:
             yield f"dtype chain {chain} casts what cannot be cast by value"
     if len({file.name for file in head.files}) != len(head.files):
         yield "a file is named twice"
+    for file in head.files:  # which are read at each load: no byte of them twice
+        ends = [0, *(offset + nbytes for offset, nbytes in file.guards)]
+        if any(offset < end for (offset, _), end in zip(file.guards, ends, strict=False)):
+            yield f"guards of file {file.name!r} are not in order, or overlap"
     paths = [fused.path for fused in head.fusions]
     if paths != sorted(set(paths)):
         yield "paths of fused modules are not in order, or not unique"

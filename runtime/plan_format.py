@@ -50,6 +50,12 @@ _START = struct.Struct("<8sII")
 _ENTRY = struct.Struct("<QQ32s")
 _MAX_FRAMES = 65_537  # 65,536 ranks
 _MAX_FRAME_NBYTES = 1 << 30  # a section of 10 million copies
+_MAX_ROWS = 1 << 22  # of one list; copies are columns and not concerned
+_MAX_FIELDS = 64
+_MAX_TEXT_NBYTES = 1 << 20
+_MAX_OBJECT_NBYTES = 64 << 20  # of a frame, byte strings apart: decoded, each of these may become an object of 60 bytes
+_MAX_LOOKS = 1 << 20
+_OBJECT_RATIO = 256  # or so many for each byte of the frame as stored
 _LEVEL = 9  # measured on a Mixtral-8x22B plan: smaller than 3 by a tenth, and still milliseconds
 _INT64 = 2**63
 _T = TypeVar("_T")
@@ -123,18 +129,83 @@ class Frames:
             declared = zstandard.frame_content_size(frame)
             if declared != size:
                 self._refuse(f"{what} declares {declared} bytes, the frame table {size}")
-            raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+            raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
         except zstandard.ZstdError as error:
             self._refuse(f"{what} does not decompress to {size} bytes: {error}")
         if len(raw) != size or hashlib.sha256(raw).digest() != digest:
             self._refuse(f"{what} is damaged: its digest differs")
         try:
-            return read(_Fields(msgpack.unpackb(raw, raw=False, strict_map_key=True), what))
+            if len(raw) > _MAX_OBJECT_NBYTES:
+                _refuse_many_objects(raw, max(_MAX_OBJECT_NBYTES, _OBJECT_RATIO * stored))
+            found = _Fields(_unpack(raw), what)
+            value = read(found)
+            found.refuse_rest()
+            return value
         except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
             self._refuse(f"{what} is malformed: {error}")
 
     def _refuse(self, why: str) -> NoReturn:
         raise PlanError(f"{self._name}: {why}")
+
+
+def _unpack(raw: bytes) -> object:
+    """The decoded msgpack; nothing in it but maps, lists, texts, byte strings and plain values."""
+    return msgpack.unpackb(
+        raw,
+        raw=False,
+        strict_map_key=True,
+        object_pairs_hook=_unique,
+        max_array_len=_MAX_ROWS,
+        max_map_len=_MAX_FIELDS,
+        max_str_len=_MAX_TEXT_NBYTES,
+        max_ext_len=0,
+    )
+
+
+def _unique(pairs: list[tuple[object, object]]) -> dict[object, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a field is there twice")
+    return found
+
+
+def _refuse_many_objects(raw: bytes, most: int) -> None:
+    """Refuse a frame that would fill the memory with small objects; looks at lengths only. Raises ValueError.
+
+    Byte strings do not count. They are looked for where they may be (fields, items of fields, and items of those), in
+    lists of `_MAX_LOOKS` items together; what is in longer ones counts whole.
+    """
+    unpacker = msgpack.Unpacker(max_buffer_size=len(raw))
+    unpacker.feed(raw)
+    total, left = 0, _MAX_LOOKS
+
+    def add(depth: int) -> None:
+        nonlocal total, left
+        start = unpacker.tell()
+        count = _list_length(raw, start)
+        if depth and count is not None and count <= left:
+            left -= count
+            for _ in range(unpacker.read_array_header()):
+                add(depth - 1)
+            return
+        unpacker.skip()
+        is_bytes = raw[start : start + 1] in (b"\xc4", b"\xc5", b"\xc6")
+        total += 8 if is_bytes else unpacker.tell() - start  # a byte string is one object
+        if total > most:
+            raise ValueError(f"more than {most} bytes of it are small values")
+
+    for _ in range(unpacker.read_map_header()):
+        unpacker.skip()
+        add(2)
+
+
+def _list_length(raw: bytes, start: int) -> int | None:
+    """How many items the list that begins at `start` says it has; None if none begins there (msgpack's spec.md)."""
+    kind = raw[start] if start < len(raw) else 0
+    if 0x90 <= kind < 0xA0:
+        return kind - 0x90
+    nbytes = {0xDC: 2, 0xDD: 4}.get(kind)
+    return None if nbytes is None else int.from_bytes(raw[start + 1 : start + 1 + nbytes], "big")
 
 
 def _plan_digest(digests: list[bytes]) -> str:
@@ -213,12 +284,19 @@ class _Fields:
         if not isinstance(value, dict):
             raise TypeError(f"{where} is not a mapping")
         self._value, self._where = value, where
+        self._rest = set(value)
 
     def get(self, name: str) -> object:
         """The field `name`."""
         if name not in self._value:
             raise ValueError(f"{name} is missing")
+        self._rest.discard(name)
         return self._value[name]
+
+    def refuse_rest(self) -> None:
+        """Refuse fields that nobody asked for: what they would say is not known here."""
+        if self._rest:
+            raise ValueError(f"{self._where} has a field {_SHOW.repr(min(self._rest))}, which this format has not")
 
     def rows(self, name: str) -> list[list[object]]:
         """The field as a list of lists."""
@@ -240,7 +318,7 @@ def _read_head(data: _Fields) -> Head:
     files = tuple(_read_file(row) for row in data.rows("files"))
     tensors = _read_tensors(data)
     report = _Fields(data.get("report"), "report")
-    return Head(
+    head = Head(
         files=files,
         tensors=tensors,
         aliases=tuple((_text(row[0]), _text(row[1])) for row in data.rows("aliases") if _length(row, 2)),
@@ -266,6 +344,8 @@ def _read_head(data: _Fields) -> Head:
             **{name: _texts(report.get(name)) for name in ("unused", "missing", "casts", "kept", "notes")},
         ),
     )
+    report.refuse_rest()
+    return head
 
 
 def _read_model(row: list[object]) -> ModelRecord | None:

@@ -84,6 +84,11 @@ def file_of(frames: list[bytes], *, level: int = 3, version: int = FORMAT) -> by
     return b"".join([struct.pack("<8sII", b"LOADPLAN", version, len(frames)), *table, *stored])
 
 
+def map_header(count: int) -> bytes:
+    header: bytes = msgpack.Packer().pack_map_header(count)
+    return header
+
+
 def int64s(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}q", *values)
 
@@ -326,6 +331,150 @@ class TestBombs:
             assert "malformed" in refused(file_of([nested, first, second]))
             assert "malformed" in refused(file_of([head.replace(msgpack.packb([["v", "w"]]), nested), first, second]))
 
+    def test_small_objects(self) -> None:
+        """A gigabyte of nothing compresses to kilobytes, and decodes to a hundred."""
+        head, first, second = frames_of(DATA)
+        fields = msgpack.unpackb(head)
+        for name, value in (
+            ("names", b"\xdd" + struct.pack(">I", 4_000_000) + b"\xa0" * 4_000_000),
+            (
+                "aliases",
+                b"\xdd" + struct.pack(">I", 65) + (b"\xdd" + struct.pack(">I", 1 << 20) + b"\x90" * (1 << 20)) * 65,
+            ),
+            ("constants", (b"\x91" * 20 + b"\xdd" + struct.pack(">I", 1 << 22) + b"\x90" * (1 << 22)) * 17),
+        ):
+            bomb = map_header(len(fields)) + b"".join(
+                msgpack.packb(key) + (value if key == name else msgpack.packb(fields[key])) for key in fields
+            )
+            data = file_of([bomb, first, second])
+            assert len(data) < 50_000
+            assert "malformed" in refused(data)
+
+    def test_large_byte_strings_are_none(self) -> None:
+        """Values of buffers may be large, and compress well."""
+        constant = Constant("mask", TensorType((72 << 20,), DType.U8), bytes(72 << 20))
+        data, _ = encode(replace(HEAD, constants=(constant,)), SECTIONS)
+        assert len(data) < 50_000
+        assert Plan(data).head.constants == (constant,)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="a list of 4 G"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="a map of 4 G"),
+        pytest.param(b"\xc6\xff\xff\xff\xff", id="4 GiB of bytes"),
+        pytest.param(b"\xdb\xff\xff\xff\xff", id="4 GiB of text"),
+        pytest.param(b"\xc9\xff\xff\xff\xff\x05", id="4 GiB of an extension"),
+        pytest.param(b"\xd4\x05a", id="an extension"),
+        pytest.param(b"\xd6\xff\0\0\0\1", id="a timestamp"),
+        pytest.param(b"\xc7\x0c\xff" + bytes(12), id="a long timestamp"),
+        pytest.param(b"\xa2\xff\xfe", id="no UTF-8"),
+        pytest.param(b"\xa3\xed\xa0\x80", id="a surrogate"),
+        pytest.param(b"\xa2\xc0\x80", id="an overlong NUL"),
+        pytest.param(b"\xc1", id="a byte that is never used"),
+        pytest.param(b"\xcb\x7f\xf8\0\0\0\0\0\0", id="NaN"),
+        pytest.param(b"\xcb\x40\0\0\0\0\0\0\0", id="2.0"),
+        pytest.param(b"\xca\x7f\x80\0\0", id="infinity"),
+        pytest.param(b"\xc3", id="true"),
+        pytest.param(b"\xff", id="-1"),
+        pytest.param(b"\xd3\x80" + bytes(7), id="-2**63"),
+        pytest.param(b"\xcf" + b"\xff" * 8, id="2**64 - 1"),
+        pytest.param(b"\x82\xa1a\x01\xa1a\x02", id="a field twice"),
+        pytest.param(b"\x81\x01\x02", id="a number as a key"),
+        pytest.param(b"\x81\xc4\x01a\x02", id="bytes as a key"),
+        pytest.param(b"\xda\x20\x01" + b"a" * 8193, id="a long text"),
+        pytest.param(b"\xc0\xc0", id="two values"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_odd_values_anywhere(value: bytes) -> None:
+    """In place of every field of every frame, and of every whole frame."""
+    frames = frames_of(DATA)
+    for number, frame in enumerate(frames):
+        fields = msgpack.unpackb(frame)
+        for name in (*fields, None):
+            odd = value
+            if name is not None:
+                odd = map_header(len(fields)) + b"".join(
+                    msgpack.packb(key) + (value if key == name else msgpack.packb(fields[key])) for key in fields
+                )
+            message = refused(file_of([*frames[:number], odd, *frames[number + 1 :]]))
+            assert "malformed" in message or "does not fit" in message
+
+
+def test_fields_that_are_not_known() -> None:
+    """What they say is not dropped in silence."""
+    assert "head has a field 'more', which this format has not" in refused(changed_head({"more": 1}))
+    report = msgpack.unpackb(frames_of(DATA)[0])["report"]
+    assert "report has a field 'more'" in refused(changed_head({"report": {**report, "more": 1}}))
+    head, first, second = frames_of(DATA)
+    assert "frame 2 has a field 'x'" in refused(
+        file_of([head, first, msgpack.packb({**msgpack.unpackb(second), "x": 1})])
+    )
+
+
+def test_fields_that_are_there_twice() -> None:
+    head, first, second = frames_of(DATA)
+    twice = map_header(len(msgpack.unpackb(head)) + 1) + head[1:] + msgpack.packb("world_size") + msgpack.packb(2)
+    assert "a field is there twice" in refused(file_of([twice, first, second]))
+
+
+class TestZstd:
+    """Frames that other readers of zstd would take."""
+
+    @staticmethod
+    def _with_head(stored: bytes) -> bytes:
+        frames = frames_of(DATA)
+        nbytes, digest = len(frames[0]), hashlib.sha256(frames[0]).digest()
+        compressed = [zstandard.ZstdCompressor().compress(frame) for frame in frames[1:]]
+        table = [struct.pack("<QQ32s", len(stored), nbytes, digest)] + [
+            struct.pack("<QQ32s", len(small), len(frame), hashlib.sha256(frame).digest())
+            for small, frame in zip(compressed, frames[1:], strict=True)
+        ]
+        return b"".join([struct.pack("<8sII", b"LOADPLAN", FORMAT, 3), *table, stored, *compressed])
+
+    def test_as_it_should_be(self) -> None:
+        stored = zstandard.ZstdCompressor(write_checksum=True).compress(frames_of(DATA)[0])
+        assert Plan(self._with_head(stored)).digest == DIGEST
+
+    @pytest.mark.parametrize("where", ["before", "behind", "twice", "junk", "empty frame"])
+    def test_more_than_one_frame(self, where: str) -> None:
+        stored = zstandard.ZstdCompressor().compress(frames_of(DATA)[0])
+        skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"more"
+        hostile = {
+            "before": skippable + stored,
+            "behind": stored + skippable,
+            "twice": stored + stored,
+            "junk": stored + b"junk",
+            "empty frame": stored + zstandard.ZstdCompressor().compress(b""),
+        }
+        assert "its head d" in refused(self._with_head(hostile[where]))
+
+    def test_a_dictionary(self) -> None:
+        head = frames_of(DATA)[0]
+        dictionary = zstandard.ZstdCompressionDict(head * 3, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+        stored = zstandard.ZstdCompressor(dict_data=dictionary).compress(head)
+        assert len(stored) < 100
+        assert "its head d" in refused(self._with_head(stored))
+
+    def test_in_parts(self) -> None:
+        """Half in this frame, half in the next one."""
+        head = frames_of(DATA)[0]
+        halves = [zstandard.ZstdCompressor().compress(part) for part in (head[:50], head[50:])]
+        assert "its head declares 50 bytes" in refused(self._with_head(b"".join(halves)))
+
+    def test_every_bit(self) -> None:
+        """Refused, or the same plan."""
+        for place in range(len(DATA) * 8):
+            damaged = bytearray(DATA)
+            damaged[place // 8] ^= 1 << place % 8
+            try:
+                found = tuple(open_all(bytes(damaged)))
+            except PlanError:
+                continue
+            assert (found, Plan(bytes(damaged)).digest, Plan(bytes(damaged)).head) == (SECTIONS, DIGEST, HEAD)
+
 
 def changed_head(change: Mapping[str, object]) -> bytes:
     head, first, second = frames_of(DATA)
@@ -382,6 +531,11 @@ def test_file_names_stay_inside(name: str) -> None:
         ({"intervals": [[0, [[[0, 4]], [[0, 4]]]]]}, "ranks leave a gap or overlap at 0"),
         ({"files": [["m", 200, "safetensors", [[150, 100]], "", ""]]}, "a guard reaches past them"),
         ({"files": [["m", 200, "safetensors", [[0]], "", ""]]}, "a row has 1 values, 2 belong there"),
+        (
+            {"files": [["m", 200, "safetensors", [[0, 100], [50, 100]], "", ""]]},
+            "guards of file 'm' are not in order, or overlap",
+        ),
+        ({"files": [["m", 200, "safetensors", [[100, 9], [0, 9]], "", ""]]}, "guards of file 'm' are not in order"),
         ({"files": 3}, "files holds 3 where a list belongs"),
         ({"report": []}, "report is not a mapping"),
         ({"report": {}}, "sources is missing"),
