@@ -5,6 +5,7 @@ reads as absent, and is built again. Read in this order:
 
     digest          names for bytes, files and JSON values
     write_file      files that appear whole or not at all
+    place_folder    folders, too
     store           blobs by digest
     record          small JSON files that know their own digest
     signing         keys, and signatures by them
@@ -39,6 +40,7 @@ from loadplan.cache.file_digests import FileChanged, FileDigests
 from loadplan.cache.gc import PinsDamaged
 from loadplan.cache.lease import Lease
 from loadplan.cache.pins import NoSuchPin
+from loadplan.cache.place_folder import FolderExists
 from loadplan.cache.record import NotReadable
 from loadplan.cache.signing import (
     KeyExists,
@@ -69,6 +71,7 @@ __all__ = [
     "Entry",
     "FileChanged",
     "FileDigests",
+    "FolderExists",
     "FolderNotWritable",
     "GcReport",
     "KeyExists",

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import os
-import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -22,17 +18,11 @@ from loadplan.cache.file_digests import FileChanged, FileDigests
 from loadplan.cache.gc import GRACE_S, collect
 from loadplan.cache.lease import TIMEOUT_S, TTL_S, Lease, Leases
 from loadplan.cache.pins import Pins
+from loadplan.cache.place_folder import new_folder
 from loadplan.cache.record import NotReadable
 from loadplan.cache.signing import SigningKey, TrustedKeys
 from loadplan.cache.store import ABSENT, BlobMissing, BlobStore, DigestMismatch, nbytes_of
-from loadplan.cache.write_file import (
-    TEMPORARY_PREFIX,
-    FolderNotWritable,
-    age_s,
-    make_folder,
-    sync_folder,
-    temporary_files,
-)
+from loadplan.cache.write_file import make_folder, temporary_files
 
 _T = TypeVar("_T")  # bytes or a path
 
@@ -54,8 +44,8 @@ class NotCached(LoadplanError, KeyError):
         return f"{self.root}: has no entry {self.key[:12]}, or not all of its blobs; build it, or pull it"
 
 
-class CannotMaterialize(LoadplanError, FileExistsError):
-    """A folder is in the way, or a name in the artifact leads out of it."""
+class CannotMaterialize(LoadplanError, ValueError):
+    """A name in an artifact leads out of the folder that it is to be laid out in."""
 
 
 class Cache:
@@ -174,7 +164,8 @@ class Cache:
         Raises:
             NotCached: the cache has no entry of this key.
             BlobMissing, DigestMismatch: a blob is gone, or damaged; build it again.
-            CannotMaterialize: there is something at `folder`, or a name in the artifact leads out of it.
+            FolderExists: there is something at `folder`, and it is not to be replaced.
+            CannotMaterialize: a name in the artifact leads out of the folder.
             FolderNotWritable: no space, or no permission.
         """
         found = self.actions.find(artifact) if isinstance(artifact, str) else artifact
@@ -183,25 +174,9 @@ class Cache:
         for name in found.blobs:
             if "\\" in name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
                 raise CannotMaterialize(f"{name!r}: leads out of the folder; the artifact was not made by loadplan")
-        if os.path.lexists(folder) and not replace and not (folder.is_dir() and not any(folder.iterdir())):
-            raise CannotMaterialize(f"{folder}: is there already; give another folder, or remove it")
-        make_folder(folder.parent)
-        _remove_drafts(folder, time.time())
-        draft = folder.parent / f"{TEMPORARY_PREFIX}{folder.name}-{secrets.token_hex(8)}"
-        try:
-            make_folder(draft)
+        with new_folder(folder, replace=replace) as draft:
             for name, digest in found.blobs.items():
                 self._lay(digest, draft / name)
-            for path in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
-                sync_folder(path)
-            _swap(draft, folder, replace)
-            sync_folder(folder.parent)
-        except OSError as error:
-            if isinstance(error, LoadplanError):
-                raise
-            raise FolderNotWritable(error.errno, error.strerror, str(folder.parent)) from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
         if isinstance(artifact, str):
             self.actions.touch(artifact)
         return folder
@@ -371,37 +346,3 @@ class Cache:
             FolderNotWritable: the cache is read-only.
         """
         return repair_cache(self, progress, grace_s, time.time())
-
-
-def _swap(draft: Path, folder: Path, replace: bool) -> None:
-    """Put the finished folder in its place, and what was there away."""
-    try:
-        draft.rename(folder)  # absent, or an empty folder
-        return
-    except OSError as error:
-        if not os.path.lexists(folder):
-            raise
-        if not replace:
-            raise CannotMaterialize(f"{folder}: is there already; give another folder, or remove it") from error
-    aside = folder.parent / f"{TEMPORARY_PREFIX}{folder.name}-{secrets.token_hex(8)}"
-    folder.rename(aside)
-    try:
-        draft.rename(folder)
-    except OSError:
-        aside.rename(folder)
-        raise
-    _remove_tree(aside)
-
-
-def _remove_drafts(folder: Path, now_s: float) -> None:
-    """Remove what killed processes left when they made this folder."""
-    for path in folder.parent.glob(f"{TEMPORARY_PREFIX}{glob.escape(folder.name)}-*"):
-        if age_s(path, now_s) >= GRACE_S:
-            _remove_tree(path)
-
-
-def _remove_tree(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

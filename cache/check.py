@@ -74,8 +74,7 @@ def check_cache(cache: Cache, progress: Progress | None = None) -> CheckReport:
         kind = _record_problem(cache, places[path], damaged_blobs) if path in places else ProblemKind.MISNAMED
         if kind:
             problems.append(Problem(kind, path, nbytes_of(path)))
-    pins = set(map(cache.pin_records.path, cache.pin_records.all()))
-    others = [path for path in cache.pin_records.paths() if path not in pins]
+    others = list(cache.pin_records.damaged())
     others += [path for path in _files(cache.files.folder) if find_record(path) is None]
     problems += [
         Problem(ProblemKind.DAMAGED, path, nbytes_of(path)) for path in others if TEMPORARY_PREFIX not in str(path)

@@ -63,8 +63,7 @@ def collect(
     cache: Cache, *, max_nbytes: int | None, max_age_s: float | None, grace_s: float, is_dry_run: bool, now_s: float
 ) -> GcReport:
     """Do what `Cache.gc` says, at the time `now_s` (seconds since 1970)."""
-    pins = cache.pin_records.all()
-    if damaged := tuple(path for path in cache.pin_records.paths() if path not in map(cache.pin_records.path, pins)):
+    if damaged := cache.pin_records.damaged():
         raise PinsDamaged(damaged)
     entries = sorted(cache.entries(), key=lambda entry: (entry.last_used_s, entry.key))
     sizes = {digest: found.st_size for digest, found in cache.blobs.digests()}

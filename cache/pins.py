@@ -1,5 +1,6 @@
 """Entries that gc keeps however old they are, each by a name that says who wants it."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,16 +48,16 @@ class Pins:
 
     def all(self) -> dict[str, str]:
         """Name -> key, in name order; a damaged record is no pin, and `Cache.check` reports it."""
-        found = {}
-        for path in self.paths():
-            pin = parse_pin(find_record(path))
-            if pin is not None and self.path(pin[0]) == path:
-                found[pin[0]] = pin[1]
-        return dict(sorted(found.items()))
+        pins = (self._read(path) for path in finished_files(self.folder))
+        return dict(sorted(pin for pin in pins if pin is not None))
 
-    def paths(self) -> list[Path]:
-        """Where records lie."""
-        return finished_files(self.folder)
+    def damaged(self) -> tuple[Path, ...]:
+        """Records that say nothing, so that it is not known what they keep."""
+        return tuple(path for path in finished_files(self.folder) if self._read(path) is None and os.path.lexists(path))
+
+    def _read(self, path: Path) -> tuple[str, str] | None:
+        pin = parse_pin(find_record(path))
+        return pin if pin is not None and self.path(pin[0]) == path else None
 
 
 def parse_pin(value: object) -> tuple[str, str] | None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from pathlib import Path
 import torch
 
 from loadplan.cache.error import LoadplanError
-from loadplan.cache.write_file import make_folder
+from loadplan.cache.place_folder import new_folder
 from loadplan.compiler.file_groups import ALONE_NBYTES, FileGroup, first_byte, group_files
 from loadplan.runtime.artifact import INDEX_SUFFIX, ORIGINAL_NAME, PLAN_NAME, Artifact
 from loadplan.runtime.execute import Execution
@@ -60,19 +58,18 @@ def convert(
         alone_nbytes: size from which a tensor has a file of its own. Artifacts made with the same share files.
 
     Raises:
-        FileMismatch: a checkpoint file is missing, or not the one that the plan was compiled for.
+        FileMismatch: a checkpoint file is missing, not the one that the plan was compiled for, or was changed meanwhile.
         ArtifactExists: `folder` holds other files.
+        FolderNotWritable: no space, or no permission.
     """
     opened = plan if isinstance(plan, Plan) else Plan.open(plan)
     place = Path(folder)
     check_place(place)
     files = find_files(checkpoint, opened.head.files)
-    make_folder(place.parent)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as temporary:
-        draft = Path(temporary, "artifact")
-        draft.mkdir()
+    with new_folder(place, replace=True) as draft:
         _write_all(opened, files, draft, progress, alone_nbytes)
-        swap_folder(draft, place, Path(temporary, "replaced"))
+        for file in files:
+            file.check_unchanged()
     return Artifact.open(place)
 
 
@@ -80,19 +77,6 @@ def check_place(place: Path) -> None:
     """Raise `ArtifactExists` unless an artifact may be put there."""
     if place.exists() and (not place.is_dir() or (any(place.iterdir()) and not (place / PLAN_NAME).is_file())):
         raise ArtifactExists(f"{place}: exists and is no artifact; give another folder, or remove it")
-
-
-def swap_folder(draft: Path, place: Path, aside: Path) -> None:
-    """Put the finished folder in its place; what was there goes aside, to be removed."""
-    if place.exists():
-        place.rename(aside)
-    try:
-        draft.rename(place)
-    except OSError:
-        if aside.exists():
-            aside.rename(place)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from typing import BinaryIO
 
 from loadplan.cache.digest import digest_file
 from loadplan.cache.error import LoadplanError
+from loadplan.cache.place_folder import new_folder
 from loadplan.cache.record import find_record, format_record, parse_record, write_record
 from loadplan.cache.write_file import make_folder
-from loadplan.compiler.conversion import check_place, complete, outputs_of, swap_folder, write_outputs
+from loadplan.compiler.conversion import check_place, complete, outputs_of, write_outputs
 from loadplan.compiler.convert_parts import divide, source_paths
 from loadplan.runtime.artifact import PLAN_NAME, Artifact
 from loadplan.runtime.open_plan import Plan
@@ -158,13 +159,10 @@ def _join(plan: Plan, parts: Path, place: Path, lock: BinaryIO) -> Artifact | No
             )
     written = {file.name: file for _, files in found for file in files}
     outputs = outputs_of(plan)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as temporary:
-        draft = Path(temporary, "artifact")
-        draft.mkdir()
+    with new_folder(place, replace=True) as draft:
         for name in written:
             (draft / name).hardlink_to(parts / name)  # the parts stay whole until the artifact is in its place
         complete(plan, outputs, [written[output.group.name] for output in outputs], draft)
-        swap_folder(draft, place, Path(temporary, "replaced"))
     lock.truncate(0)
     lock.write(format_record(found[0][0]))
     lock.flush()

@@ -347,7 +347,7 @@ class Execution:
                 names = [self._name(output) for output in step.outputs]
                 run_compute(step, kinds, buffers, sources, self.head.chains, partial(self._fill, reader), names)
         for number in used:
-            self.files[number].check()
+            self.files[number].check_unchanged()
 
     def _fill(self, reader: Reader, copies: Sequence[Copy], into: dict[int, torch.Tensor]) -> None:
         """The copies, in this thread."""

@@ -88,7 +88,7 @@ class SourceFile:
         finally:
             os.close(descriptor)
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise `FileMismatch` if the file was replaced or changed since this was made."""
         with self.open():
             pass

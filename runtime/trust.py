@@ -180,7 +180,7 @@ def _digest(file: SourceFile) -> str:
     """SHA-256 (hex) of the content; the file is the one that was checked, before and after."""
     with file.open() as descriptor, FileIO(descriptor, closefd=False) as source:
         digest, _ = digest_stream(source)
-    file.check()
+    file.check_unchanged()
     return digest
 
 

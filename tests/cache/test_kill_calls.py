@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from loadplan.cache.cache import Cache, _remove_drafts
+from loadplan.cache.cache import Cache
 from loadplan.cache.check import repair_cache
 from loadplan.cache.digest import digest_bytes
 from loadplan.cache.gc import collect
 from loadplan.cache.lease import Leases
+from loadplan.cache.place_folder import remove_drafts
 from loadplan.cache.store import ProblemKind
 
 SCRIPT = """
@@ -148,7 +149,7 @@ def test_materialize(template: Path, tmp_path: Path) -> None:
         cache = Cache(place / "cache")
         cache.materialize(KEY, out, replace=True)
         assert {path.name: path.read_bytes() for path in out.iterdir()} == CONTENTS
-        _remove_drafts(out, time.time() + LATE_S)
+        remove_drafts(out, time.time() + LATE_S)
         assert sorted(path.name for path in place.iterdir()) == ["cache", "made", "out"]
         clean(cache)
     assert states[-1] and not states[0]

@@ -17,6 +17,7 @@ ERRORS = (
     loadplan.cache.CannotMaterialize("a: is there"),
     loadplan.cache.DigestMismatch(Path("a"), "0" * 64, "1" * 64),
     loadplan.cache.FileChanged(Path("a"), 1, 2),
+    loadplan.cache.FolderExists(Path("a")),
     loadplan.cache.FolderNotWritable(13, "Permission denied", "a"),
     loadplan.cache.NoSuchPin("a", ("b",)),
     loadplan.cache.KeyExists(Path("a")),

@@ -134,6 +134,61 @@ def test_files_depend_on_their_tensors_alone(tmp_path: Path) -> None:
     assert not first.keys() - wider.keys()
 
 
+@pytest.mark.parametrize(
+    ("change", "is_another"),
+    [
+        ({}, False),
+        ({"layers.0.norm.weight": raw("BF16", 32, seed=99)}, True),  # data
+        ({"layers.0.norm.weight": raw("F16", 32, seed=99)}, True),  # dtype
+        ({"layers.0.norm.weight": raw("BF16", 16, seed=99)}, True),  # shape
+        ({"layers.0.scale.weight": raw("BF16", 32, seed=99)}, True),  # one more
+    ],
+)
+def test_each_property_of_a_tensor_counts(tmp_path: Path, change: dict[str, Raw], is_another: bool) -> None:
+    """Cases B77, one file of a layer's vectors at a time."""
+    first = digests(converted(tmp_path, model(), 1))
+    second = digests(converted(tmp_path, model() | change, 1, "changed"))
+    assert len(second.keys() - first.keys()) == (1 if is_another else 0)
+
+
+def test_no_path_inside(tmp_path: Path) -> None:
+    """Nor the user's name, nor the time: byte for byte the same wherever it is made (cases B78)."""
+    one = converted(tmp_path, model(), 2)
+    two = converted(tmp_path / "other", model(), 2, "elsewhere")
+    assert one.files.keys() == two.files.keys()
+    for name, path in one.files.items():
+        assert path.read_bytes() == two.files[name].read_bytes()
+        assert str(tmp_path).encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize("batch_nbytes", [1, 1 << 20])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_rewritten_meanwhile(
+    tmp_path: Path, size: int, batch_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cases B82: old and new values together are refused, whenever they were read; nothing is left."""
+    folder = write_file(tmp_path / "m" / "model.safetensors", model()).parent
+    plan = compile_plan(folder, RECIPE, target=Target(tp_size=size))
+    other = write_file(tmp_path / "new.safetensors", model(**{"embed.weight": 77})).read_bytes()
+
+    def rewrite(done: int, total: int) -> None:
+        if done < total:
+            (folder / "model.safetensors").write_bytes(other)
+
+    monkeypatch.setattr("loadplan.compiler.conversion._BATCH_NBYTES", batch_nbytes)
+    with pytest.raises(FileMismatch, match="replaced or changed"):
+        convert(plan, folder, tmp_path / "out", rewrite, alone_nbytes=ALONE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "new.safetensors"]
+    loaded = load_state_dict(convert(plan, folder, tmp_path / "out", alone_nbytes=ALONE))
+    assert bytes_of(loaded["embed.weight"]) == model(**{"embed.weight": 77})["embed.weight"].data
+
+
+def test_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = digests(converted(tmp_path, model(), 4))
+    monkeypatch.setattr("loadplan.compiler.conversion._BATCH_NBYTES", 2500)
+    assert digests(converted(tmp_path / "again", model(), 4)) == whole
+
+
 def test_a_rank_needs_its_own_files_only(tmp_path: Path) -> None:
     artifact = converted(tmp_path, model(), 2)
     whole = load_state_dict(artifact, rank=0)

@@ -148,6 +148,17 @@ class TestChangedMeanwhile:
         with pytest.raises(FileMismatch, match=says):
             file.map()
 
+    def test_a_new_link_is_no_change(self, tmp_path: Path) -> None:
+        """A cache lays the same file into another folder while it is read; what is written is seen all the same."""
+        path = write_file(tmp_path / "m.safetensors", {"w": raw("F32", 4)})
+        (expected,) = compile_plan(tmp_path).head.files
+        file = SourceFile(path, expected)
+        (tmp_path / "link").hardlink_to(path)
+        assert bytes(file.map()) == path.read_bytes()
+        (tmp_path / "link").write_bytes(path.read_bytes())
+        with pytest.raises(FileMismatch, match="was replaced or changed"), file.open():
+            pass
+
     @pytest.mark.parametrize(("change", "says"), CHANGES)
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("threads", [1, 4])
@@ -308,7 +319,7 @@ def test_scatter(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], lim
 def test_a_file_that_changed_meanwhile(tmp_path: Path) -> None:
     path = write_file(tmp_path / "m.safetensors", {"a": raw("F32", 2)})
     (file,) = find_files(tmp_path, compile_plan(tmp_path).head.files)
-    file.check()
+    file.check_unchanged()
     os.utime(path, ns=(1, 1))
     with pytest.raises(FileMismatch, match="was replaced or changed while it was being loaded"):
-        file.check()
+        file.check_unchanged()
