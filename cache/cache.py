@@ -112,7 +112,7 @@ class Cache:
             key: what they were made from.
             files: name in the artifact -> file.
             info: what is worth knowing about them.
-            are_ours: nobody will write to them: they are made read-only, and blobs are hard links to them where they
+            are_ours: nobody will write to them: they may be made read-only, and blobs are hard links to them where they
                 lie on the cache's file system. Otherwise they are copied.
 
         Raises:
@@ -137,10 +137,10 @@ class Cache:
             blobs |= {name: file(contents[name]) for name in missing}
 
     def _put_file(self, path: Path, is_ours: bool) -> str:
-        digest = self.files.digest(path)
-        if self._is_good(digest):
-            return digest
-        return self.blobs.put_file(path, is_ours=is_ours)
+        known = self.files.find(path)
+        if known is not None and self._is_good(known):
+            return known
+        return self.blobs.put_file(path, is_ours=is_ours, is_kept=self._is_good)
 
     def _is_good(self, digest: str) -> bool:
         """Whether the blob is there and right; its bytes are read once, and again when it changed."""

@@ -77,7 +77,9 @@ def check_cache(cache: Cache, progress: Progress | None = None) -> CheckReport:
     others = list(cache.pin_records.damaged())
     others += [path for path in _files(cache.files.folder) if find_record(path) is None]
     problems += [
-        Problem(ProblemKind.DAMAGED, path, nbytes_of(path)) for path in others if TEMPORARY_PREFIX not in str(path)
+        Problem(ProblemKind.DAMAGED, path, nbytes_of(path))
+        for path in others
+        if not path.name.startswith(TEMPORARY_PREFIX)
     ]
     known = {problem.path for problem in problems}
     temporaries = [path for path in (*temporary_files(cache.root), *cache.claims.paths()) if path not in known]

@@ -81,6 +81,10 @@ class FileDigests:
             self._remember(state, digest)
         return digest
 
+    def find(self, path: Path) -> str | None:
+        """The digest of what `path` holds, if it is remembered."""
+        return self._find(FileState.of(path))
+
     def link(self, source: Path, destination: Path) -> None:
         """Make `destination` a hard link of `source`. What is remembered of it stays so, though its ctime moves.
 
@@ -106,7 +110,7 @@ class FileDigests:
     def _remember(self, state: FileState, digest: str) -> None:
         record = {"format": FORMAT, "state": astuple(state), "digest": digest}
         try:
-            write_record(self._path(state), record)
+            write_record(self._path(state), record, is_durable=False)  # syncing would take longer than many a file
         except FolderNotWritable as error:  # the answer is right all the same, only slow the next time too
             logger.warning("file digest not remembered: %s", error)
 

@@ -26,10 +26,10 @@ class NotReadable(LoadplanError, PermissionError):
         )
 
 
-def write_record(path: Path, value: object) -> None:
-    """Make `path` a record of `value`, atomically, with the folders above it."""
+def write_record(path: Path, value: object, *, is_durable: bool = True) -> None:
+    """Make `path` a record of `value`, atomically, with the folders above it; if not durable, a power cut may undo it."""
     make_folder(path.parent)
-    write_atomically(path, format_record(value))
+    write_atomically(path, format_record(value), is_durable=is_durable)
 
 
 def find_record(path: Path) -> object:

@@ -132,27 +132,32 @@ class BlobStore:
             commit(file, path, is_read_only=True)
         return digest
 
-    def put_file(self, source: Path, *, is_ours: bool = False) -> str:
-        """File `source`, read once, and return its digest; a damaged blob of that name is replaced.
+    def put_file(
+        self, source: Path, *, is_ours: bool = False, is_kept: Callable[[str], bool] = lambda digest: False
+    ) -> str:
+        """File `source`, read once, and return its digest; a blob of that name is replaced, damaged or not.
 
         Args:
             source: a file; a copy of it is filed, for its owner may write to it later.
             is_ours: nobody will write to it: it is made read-only, and the blob is a hard link where there can be one.
+            is_kept: whether the blob of a digest is good, and to stay.
         """
         if is_ours:
-            digest = self._put_link(source)
+            digest = self._put_link(source, is_kept)
             if digest is not None:
                 return digest
         with source.open("rb", buffering=0) as original:
             make_folder(self.folder)
             with temporary_file(self.folder) as copy:
                 digest, _ = digest_stream(original, copy)
+                if is_kept(digest):
+                    return digest
                 path = self.path(digest)
                 make_folder(path.parent)
                 commit(copy, path, is_read_only=True)
         return digest
 
-    def _put_link(self, source: Path) -> str | None:
+    def _put_link(self, source: Path, is_kept: Callable[[str], bool]) -> str | None:
         """File a hard link of `source`; None where there can be none."""
         make_folder(self.folder)
         link = self.folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
@@ -166,6 +171,8 @@ class BlobStore:
             with link.open("rb", buffering=0) as file:
                 os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o444)  # before it is read: nobody may begin
                 digest, _ = digest_stream(file)
+                if is_kept(digest):
+                    return digest
                 os.fsync(file.fileno())
             path = self.path(digest)
             make_folder(path.parent)

@@ -28,7 +28,9 @@ class FolderNotWritable(LoadplanError, OSError):
         )
 
 
-def write_atomically(path: Path, data: bytes | bytearray | memoryview | Callable[[BinaryIO], object]) -> None:
+def write_atomically(
+    path: Path, data: bytes | bytearray | memoryview | Callable[[BinaryIO], object], *, is_durable: bool = True
+) -> None:
     """Make `path` hold `data`, or what the callable writes; on any failure it keeps what it held before.
 
     Its folder must exist (`make_folder`). A link at `path` is replaced, not followed.
@@ -41,7 +43,7 @@ def write_atomically(path: Path, data: bytes | bytearray | memoryview | Callable
             data(file)
         else:
             file.write(data)
-        commit(file, path)
+        commit(file, path, is_durable=is_durable)
 
 
 @contextmanager
@@ -61,14 +63,19 @@ def temporary_file(folder: Path) -> Iterator[BinaryIO]:
             path.unlink()
 
 
-def commit(file: BinaryIO, path: Path, *, is_read_only: bool = False) -> None:
-    """Give the temporary `file` its place: all its bytes first, then its mode, then its name."""
+def commit(file: BinaryIO, path: Path, *, is_read_only: bool = False, is_durable: bool = True) -> None:
+    """Give the temporary `file` its place: all its bytes first, then its mode, then its name.
+
+    What is not durable may be gone or torn after a power cut: for files that know their own digest.
+    """
     file.flush()
-    os.fsync(file.fileno())
+    if is_durable:
+        os.fsync(file.fileno())
     if is_read_only:
         os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o444)
     Path(file.name).replace(path)
-    sync_folder(path.parent)
+    if is_durable:
+        sync_folder(path.parent)
 
 
 def age_s(path: Path, now_s: float) -> float:
