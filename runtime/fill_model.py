@@ -15,7 +15,7 @@ from torch import nn
 
 from loadplan.runtime.artifact import Artifact, open_any
 from loadplan.runtime.build_model import ModelError, build_recorded, compute_buffers
-from loadplan.runtime.execute import Execution, Mode, Residency
+from loadplan.runtime.execute import Mode, Residency
 from loadplan.runtime.finish_model import SaveFused, finish_model, forget_ties, is_pretrained, mark_initialized
 from loadplan.runtime.load import (
     ArgumentError,
@@ -28,7 +28,7 @@ from loadplan.runtime.load import (
     resolve,
     threads_for,
 )
-from loadplan.runtime.loading import Progress
+from loadplan.runtime.loading import Loading, Progress
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.targets import TargetNames, Targets
 from loadplan.runtime.waiting import Wait, WaitingSlots
@@ -59,8 +59,8 @@ def load_model(
         model: a module on the meta device, or what makes one; None builds the class that the plan names, which must be
             one of transformers'. Its tensors on the meta device are replaced; others that the plan makes are refused.
         threads, progress, residency: as of `load_state_dict`; `progress`, and `residency="lock"`, need `wait`.
-        wait: False returns at once. Weights come in the order of the model's modules, and each module waits for its own
-            when they are first asked for, in a forward or any other way (`loadplan.runtime.waiting`). `wait_for(model)`
+        wait: False returns as soon as the model is built, while weights come, lower layers first, and each module waits
+            for its own when they are first asked for, in a forward or any other way (`loadplan.runtime.waiting`). `wait_for(model)`
             waits for all. `LOADPLAN_SYNC=1` and `HF_DEACTIVATE_ASYNC_LOAD=1` in the environment make it True, with one
             thread.
 
@@ -80,45 +80,53 @@ def load_model(
             "progress= is called, and memory locked, while load_model waits: leave it out with wait=False"
         )
     opened.section(rank)  # a rank that there is
-    module = _make(opened, model)
-    values = _buffer_values(module, opened)
-    names = TargetNames(opened.head)
-    _check(module, opened, rank, names, values, is_recorded=model is None)
     place = torch.device(device)
     moved = None if place.type in ("cpu", "cuda") else place
-    slots = list(_slots(module, names))
-    if wait or is_sequential():
-        loaded = read_tensors(opened, location, rank, place, mode, bounded, progress, residency)
-        fill = _Fill(module, Targets(names, moved, lambda numbers: loaded))
-        ready = [
-            (slot, fill.tensors(slot.attribute, slot.names, slot.trained)) for slot in slots
-        ]  # all, before the model is touched
-        _complete(module, source, opened, location, place, values, is_recorded=model is None)
-        for slot, tensors in ready:
-            slot.owner.__dict__[slot.attribute].update(tensors)
-    else:
+    names = TargetNames(opened.head)
+    loading = None
+    if not (wait or is_sequential()):  # bytes come while the model is built, about in its order
         execution = begin_execution(opened, location, rank, place, mode, bounded, residency)
-        _complete(module, source, opened, location, place, values, is_recorded=model is None)
-        _begin(module, execution, names, moved, slots)
+        loading = execution.start(sorted(names.numbers.values(), key=lambda n: _natural(opened.head.tensors[n].name)))
+    try:
+        module = _make(opened, model)
+        values = _buffer_values(module, opened)
+        _check(module, opened, rank, names, values, is_recorded=model is None)
+        slots = list(_slots(module, names))
+        if loading is None:
+            loaded = read_tensors(opened, location, rank, place, mode, bounded, progress, residency)
+            fill = _Fill(module, Targets(names, moved, lambda numbers: loaded))
+            ready = [
+                (slot, fill.tensors(slot.attribute, slot.names, slot.trained)) for slot in slots
+            ]  # all, before the model is touched
+            _complete(module, source, opened, location, place, values, is_recorded=model is None)
+            for slot, tensors in ready:
+                slot.owner.__dict__[slot.attribute].update(tensors)
+        else:
+            _complete(module, source, opened, location, place, values, is_recorded=model is None)
+            _let_wait(module, loading, names, moved, slots)
+    except BaseException:
+        if loading is not None:
+            loading.cancel()
+        raise
     logger.info("model with %d modules that hold tensors, in %.3f s", len(slots), time.perf_counter() - began)
     return module
 
 
-def _begin(
-    module: nn.Module, execution: Execution, names: TargetNames, device: torch.device | None, slots: Sequence[_Slot]
+def _natural(name: str) -> list[tuple[int, str]]:
+    """What sorts names as people count: layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+def _let_wait(
+    module: nn.Module, loading: Loading, names: TargetNames, device: torch.device | None, slots: Sequence[_Slot]
 ) -> None:
-    """Start the load, and have `slots` wait for it."""
+    """Have `slots` wait for the load."""
     order = names.order(name for slot in slots for name in slot.names.values())
-    loading = execution.start(order)
-    try:
-        fill = _Fill(module, Targets(names, device, loading.wait))
-        wait = Wait(loading, order)
-        for slot in slots:
-            fetch = partial(fill.tensors, slot.attribute, slot.names, slot.trained)
-            WaitingSlots(slot.owner, slot.attribute, wait, fetch)
-    except BaseException:
-        loading.cancel()
-        raise
+    fill = _Fill(module, Targets(names, device, loading.wait))
+    wait = Wait(loading, order)
+    for slot in slots:
+        fetch = partial(fill.tensors, slot.attribute, slot.names, slot.trained)
+        WaitingSlots(slot.owner, slot.attribute, wait, fetch)
 
 
 def _make(plan: Plan, given: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
