@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loadplan.compiler.build import Build
-from loadplan.compiler.build_file import BuildFileError, read_project
-from loadplan.runtime import Artifact, Plan, load_state_dict
+from loadplan.compiler.build_file import read_project
+from loadplan.runtime import Artifact, FileMismatch, Plan, load_state_dict
 
 RECIPES = """
 from loadplan.recipes import Recipe, WeightRenaming
@@ -107,7 +107,7 @@ def test_weights_that_change_while_they_are_converted_are_converted_again(built:
         save_file({"old.w": torch.arange(6.0) + 1}, built / "late.safetensors")
         (built / "late.safetensors").replace(weights)
 
-    with pytest.raises(BuildFileError, match="changed while they were converted; run again"):
+    with pytest.raises(FileMismatch, match=r"^model\.safetensors: was replaced or changed while"):
         build.build_artifact(variant, replace)
     said = _doit(built)
     assert _ran(said) == _everything("convert", "verify")
