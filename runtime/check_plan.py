@@ -99,6 +99,19 @@ def check_origin(head: Head, origin: Origin) -> Iterator[str]:
     for source in origin.sources:
         if source.file >= len(head.files) or source.offset + source.type.nbytes > head.files[source.file].size:
             yield f"source {source.name!r} does not lie in a file"
+            return
+    if origin.traces and len(origin.traces) != len(head.tensors):
+        yield f"{len(origin.traces)} traces for {len(head.tensors)} tensors"
+        return
+    for tensor, trace in zip(head.tensors, origin.traces, strict=False):
+        for number, areas in trace.sources:
+            if number >= len(origin.sources):
+                yield f"the trace of {tensor.name!r} has source {number} of {len(origin.sources)}"
+                return
+            size = head.files[origin.sources[number].file].size
+            ends = (a.start + a.nbytes + sum((extent - 1) * step for extent, step in a.loops) for a in areas)
+            if max(ends, default=0) > size or any(extent < 1 for a in areas for extent, _ in a.loops):
+                yield f"the trace of {tensor.name!r} leads out of its file"
 
 
 def check_section(head: Head, section: Section, rank: int) -> Iterator[str]:

@@ -230,6 +230,25 @@ class PlanSource:
     offset: int  # bytes from the start of the file to the first element
 
 
+class ByteArea(NamedTuple):
+    """Bytes of a file: `nbytes` of them at `start`, once per turn of loops `(extent, step)`, largest step first."""
+
+    start: int
+    nbytes: int
+    loops: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Where one tensor comes from, whole, before it is cut over ranks; derived from the op graph that made the plan."""
+
+    rules: tuple[str, ...]  # of the recipe, in the order in which they took hold of its sources
+    program: str  # its ops in order, lines `%3 = OP(FIELDS) %1 s0..s2`; empty when it is its source as it is
+    sources: tuple[
+        tuple[int, tuple[ByteArea, ...]], ...
+    ]  # number of the source s0, s1, ..., and its bytes that are used
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """What the checkpoint looked like: what saving in its layout restores. Loading does not read it."""
@@ -237,6 +256,7 @@ class Origin:
     sources: tuple[PlanSource, ...]  # in name order
     headers: tuple[bytes, ...]  # per file, the bytes before its data; empty for files that are not safetensors
     others: tuple[tuple[str, bytes], ...]  # name and content of index and config.json
+    traces: tuple[Trace, ...] = ()  # one for each tensor of the plan, in their order; or none at all
 
 
 @dataclass(frozen=True, slots=True)

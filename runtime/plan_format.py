@@ -28,6 +28,7 @@ import zstandard
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.dtype import DType
 from loadplan.runtime.plan import (
+    ByteArea,
     Compute,
     Constant,
     CopyColumns,
@@ -41,6 +42,7 @@ from loadplan.runtime.plan import (
     PlanTensor,
     Report,
     Section,
+    Trace,
 )
 from loadplan.runtime.tensor_type import TensorType
 
@@ -263,11 +265,24 @@ def _section_fields(section: Section) -> dict[str, object]:
 
 
 def _origin_fields(origin: Origin) -> dict[str, object]:
+    texts = dict.fromkeys(
+        text for trace in origin.traces for text in (trace.program, *trace.rules)
+    )  # few different ones
+    number = {text: at for at, text in enumerate(texts)}
     return {
         "sources": [[s.name, *_type_fields(s.type), s.file, s.offset] for s in origin.sources],
         "headers": list(origin.headers),
         "others": [list(pair) for pair in origin.others],
+        "texts": list(texts),
+        "traces": [
+            [number[t.program], [number[rule] for rule in t.rules], [_used_fields(*used) for used in t.sources]]
+            for t in origin.traces
+        ],
     }
+
+
+def _used_fields(source: int, areas: tuple[ByteArea, ...]) -> list[object]:
+    return [source, [[area.start, area.nbytes, [list(loop) for loop in area.loops]] for area in areas]]
 
 
 def _column_bytes(column: array[int]) -> bytes:
@@ -439,7 +454,36 @@ def _read_origin(data: _Fields) -> Origin:
         if _length(row, 5)
     )
     others = tuple((_file_name(row[0]), _bytes(row[1])) for row in data.rows("others") if _length(row, 2))
-    return Origin(sources, tuple(_bytes(header) for header in _list(data.get("headers"), "headers")), others)
+    headers = tuple(_bytes(header) for header in _list(data.get("headers"), "headers"))
+    texts = _texts(data.get("texts"))
+    traces = tuple(_read_trace(row, texts) for row in data.rows("traces") if _length(row, 3))
+    return Origin(sources, headers, others, traces)
+
+
+def _read_trace(row: list[object], texts: tuple[str, ...]) -> Trace:
+    program, *rules = (_count(number) for number in (row[0], *_list(row[1], "rules")))
+    if max(program, *rules, 0) >= len(texts):
+        raise ValueError(f"there are {len(texts)} texts, a trace has another")
+    used = (_list(source, "sources") for source in _list(row[2], "sources"))
+    return Trace(
+        tuple(texts[number] for number in rules),
+        texts[program],
+        tuple(
+            (_count(source[0]), tuple(_read_area(_list(area, "areas")) for area in _list(source[1], "areas")))
+            for source in used
+            if _length(source, 2)
+        ),
+    )
+
+
+def _read_area(row: list[object]) -> ByteArea:
+    _length(row, 3)
+    loops = (_list(loop, "loops") for loop in _list(row[2], "loops"))
+    return ByteArea(
+        _count(row[0]),
+        _count(row[1]),
+        tuple((_count(loop[0]), _count(loop[1])) for loop in loops if _length(loop, 2)),
+    )
 
 
 def _bytes(value: object) -> bytes:

@@ -334,7 +334,7 @@ class TestHostilePlans:
         sources = sorted(
             (*(s for s in plan.origin.sources if s.name != without), *more), key=lambda source: source.name
         )
-        return lie(plan, sources=tuple(sources), headers=(framed(text), second))
+        return lie(plan, sources=tuple(sources), headers=(framed(text), second), traces=())
 
     def test_sources_that_contradict_the_copies(self, tmp_path: Path) -> None:
         """Origins whose headers agree with them: only the copies, or the size of the file, tell."""
