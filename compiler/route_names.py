@@ -52,6 +52,7 @@ class Routing:
     problems: tuple[Problem, ...]
     rule_uses: tuple[tuple[str, int], ...]  # rule, number of names it changed or claimed; in recipe order
     kept: tuple[tuple[str, str], ...]  # source names that kept their own name, and the name the rules would have given
+    renamed: Mapping[str, tuple[int, ...]]  # source name -> numbers of the rules that changed it, in recipe order
 
 
 @dataclass(slots=True)
@@ -109,6 +110,10 @@ def route_names(
         plain.append((source, target))
 
     uses.update({number: len(places - undone) for number, places in changed.items()})
+    renamed_by: dict[str, tuple[int, ...]] = {}
+    for number, places in changed.items():
+        for at in sorted(places - undone):
+            renamed_by[names[at]] = (*renamed_by.get(names[at], ()), number)
     sorted_out = [_conversion(entry) for entry in claims.values()]
     return Routing(
         tuple(plain),
@@ -117,6 +122,7 @@ def route_names(
         tuple(fault for _, faults in sorted_out for fault in faults),
         tuple((str(rule), uses[number]) for number, rule in enumerate(rules)),
         tuple(kept),
+        renamed_by,
     )
 
 
