@@ -18,6 +18,7 @@ from loadplan.compiler.cli_files import add_file_commands
 from loadplan.compiler.cli_trust import add_trust_commands, describe_signers
 from loadplan.compiler.pipeline import compile_plan
 from loadplan.compiler.problem import CompileError, Problem
+from loadplan.compiler.provenance import describe_provenance, show_provenance
 from loadplan.compiler.show import show_plan
 from loadplan.compiler.signature import Signature
 from loadplan.compiler.target import Target
@@ -70,8 +71,13 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("show", help="print a plan as text")
     command.add_argument("plan", type=Path, metavar="PLAN")
-    command.add_argument(
-        "--rank", type=int, action="append", metavar="RANK", help="only this rank's copies; repeatable"
+    parts = command.add_mutually_exclusive_group()
+    parts.add_argument("--rank", type=int, action="append", metavar="RANK", help="only this rank's copies; repeatable")
+    parts.add_argument(
+        "--provenance",
+        nargs="*",
+        metavar="NAME",
+        help="where these tensors come from instead (default: all): sources, bytes, rules, ops",
     )
     command.add_argument("--json", action="store_true", help="print digest, report and costs as JSON instead")
     command.set_defaults(run=_show)
@@ -154,11 +160,24 @@ def _read_signature(path: Path) -> Signature:
 
 
 def _show(options: argparse.Namespace) -> int:
+    if options.provenance is not None:
+        return _show_provenance(options)
     plan = Plan.open(options.plan)
     if options.json:
         print(json.dumps(_summary(plan), indent=2))
     else:
         for line in show_plan(plan, None if options.rank is None else tuple(options.rank)):
+            print(line)
+    return 0
+
+
+def _show_provenance(options: argparse.Namespace) -> int:
+    opened = open_any(options.plan)
+    plan = opened.original if isinstance(opened, Artifact) else opened
+    if options.json:
+        print(json.dumps(describe_provenance(plan, options.provenance), indent=2))
+    else:
+        for line in show_provenance(plan, options.provenance):
             print(line)
     return 0
 

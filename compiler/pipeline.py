@@ -17,6 +17,7 @@ from loadplan.compiler.fuse_targets import fuse_targets, rules_digest
 from loadplan.compiler.lower_graph import Chains, Lowering, lower_rank
 from loadplan.compiler.match_targets import Matched, match_targets
 from loadplan.compiler.problem import CompileError, Problem
+from loadplan.compiler.provenance import trace_values
 from loadplan.compiler.read_folder import read_checkpoint
 from loadplan.compiler.recipe import Recipe
 from loadplan.compiler.registry import find_recipe, known_recipes, parse_config
@@ -222,7 +223,7 @@ def compile_parts(
         report=_report(checkpoint, resolved, (*notes, *_fusion_notes(checkpoint, signature, target))),
     )
     _prove(head, sections)
-    return Plan.of(head, sections, _origin(checkpoint))
+    return Plan.of(head, sections, _origin(checkpoint, resolved))
 
 
 def _fusion_notes(checkpoint: Checkpoint, signature: Signature | None, target: Target) -> Iterator[str]:
@@ -243,12 +244,15 @@ def _record(checkpoint: Checkpoint, signature: Signature | None) -> ModelRecord 
     return replace(signature.model, generation_config=checkpoint.generation_config)
 
 
-def _origin(checkpoint: Checkpoint) -> Origin:
+def _origin(checkpoint: Checkpoint, resolved: Resolved) -> Origin:
     files = {file.name: number for number, file in enumerate(checkpoint.files)}
+    numbers = {name: number for number, name in enumerate(sorted(checkpoint.entries))}
+    values = (resolved.matched.values[tensor.name] for tensor in resolved.tensors)
     return Origin(
         tuple(PlanSource(e.name, e.type, files[e.file], e.offset) for _, e in sorted(checkpoint.entries.items())),
         tuple(file.header for file in checkpoint.files),
         tuple(sorted(checkpoint.others.items())),
+        trace_values(values, checkpoint.entries, resolved.routing, numbers),
     )
 
 
