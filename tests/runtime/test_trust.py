@@ -136,9 +136,6 @@ def test_in_memory_plans_do_not_pass(
     monkeypatch.setenv("LOADPLAN_TRUSTED_KEYS", str(trusted))
     with pytest.raises(UntrustedPlan, match="was not opened from a signed file"):
         load_state_dict(opened, checkpoint)
-    module = nn.Linear(2, 2)
-    with pytest.raises(Exception, match=r"signed|plan makes"):
-        load_into(module, opened, checkpoint)
 
 
 OPENERS: dict[str, Callable[[Path, Path], object]] = {
