@@ -197,7 +197,13 @@ class Cache:
             raise DigestMismatch(path, digest, held)
 
     def _digest(self, path: Path) -> str:
-        """The digest of a file that nobody writes to, whatever others do with its links and its name meanwhile."""
+        """The digest of a file that nobody writes to, whatever others do with its links and its name meanwhile.
+
+        Where entries must be signed, it is read each time: what is remembered of files lies in the same folder, and
+        nobody signed it.
+        """
+        if self.actions.trust.trusted is not None:
+            return digest_file(path)[0]
         try:
             return self.files.digest(path)
         except FileChanged:

@@ -8,7 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loadplan.cache import Artifact, BlobMissing, Cache, DigestMismatch, FileDigests
+from loadplan.cache import (
+    Artifact,
+    BlobMissing,
+    Cache,
+    DigestMismatch,
+    FileDigests,
+    TrustedKeys,
+    read_signing_key,
+)
 from loadplan.cache.error import LoadplanError
 from loadplan.compiler.build_file import BuildFileError, CacheSpec, RemoteSpec
 
@@ -25,8 +33,11 @@ class BuildCache:
     """A `Cache`, asked through the policies of loadplan.toml; remotes are opened when the first key is not here."""
 
     def __init__(self, spec: CacheSpec) -> None:
+        """The cache of a project; the keys that it names are read now. Raises `KeyFileError` and `OSError`."""
         self.spec = spec
-        self.local = Cache(spec.root)
+        self._trust = TrustedKeys.read(spec.trust.keys) if spec.trust.keys else None
+        self._signer = None if spec.trust.sign_with is None else read_signing_key(spec.trust.sign_with)
+        self.local = Cache(spec.root, trust=self._trust, signer=self._signer)
 
     @property
     def files(self) -> FileDigests:
@@ -46,7 +57,7 @@ class BuildCache:
     @cached_property
     def _asking(self) -> Cache:
         """The cache that pulls: one, so that a remote that is down is asked once."""
-        return Cache(self.spec.root, self.remotes.values())
+        return Cache(self.spec.root, self.remotes.values(), trust=self._trust, signer=self._signer)
 
     @property
     def _may_pull(self) -> bool:
@@ -90,7 +101,7 @@ class BuildCache:
 
     def put_blobs(self, key: str, blobs: Mapping[str, str], info: Mapping[str, str]) -> Artifact:
         """As `put`, of what the store has already."""
-        artifact = Artifact(blobs, info)
+        artifact = self.local.actions.signed(key, blobs, info)
         self.local.actions.put(key, artifact)
         self._share(key)
         return artifact

@@ -39,6 +39,11 @@
     ca_file = "ca.pem"                       # https; zstd = true: compress on the wire (http)
     storage = {}                             # options of the fsspec file system
 
+    [trust]
+    require = true                           # what no trusted key signed is built again, wherever it lies
+    keys = ["keys/"]                         # files, and folders of files, of public keys
+    sign_with = "~/ci.pem"                   # private key that signs what is built here
+
     [executor]
     dask = "tcp://scheduler:8786"            # where conversion runs; left out: on this machine
 
@@ -66,6 +71,7 @@ from loadplan.compiler.build_tables import (
     CheckpointTable,
     FileTable,
     MatrixTable,
+    TrustTable,
     VariantTable,
     known_keys,
     parse_size,
@@ -116,6 +122,14 @@ class RemoteSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TrustSpec:
+    """Whose entries of the cache are used, and who signs ours; no key is read yet."""
+
+    keys: tuple[Path, ...] = ()  # files and folders; entries need no signature if there are none
+    sign_with: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
     """Where and how results are kept and shared."""
 
@@ -125,6 +139,7 @@ class CacheSpec:
     pull: Literal["auto", "never"]
     push: Literal["auto", "never"]
     remotes: tuple[RemoteSpec, ...]
+    trust: TrustSpec = TrustSpec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +189,14 @@ def read_project(path: str | Path = FILE_NAME) -> Project:
     return Project(
         folder,
         folder / Path(parsed.build.output).expanduser(),
-        _cache_spec(parsed.cache, folder),
+        _cache_spec(parsed.cache, parsed.trust, folder),
         tuple(folder / Path(recipe).expanduser() for recipe in parsed.build.recipes),
         parsed.executor.dask,
         variants,
     )
 
 
-def _cache_spec(table: CacheTable, folder: Path) -> CacheSpec:
+def _cache_spec(table: CacheTable, trust: TrustTable, folder: Path) -> CacheSpec:
     return CacheSpec(
         folder / Path(table.root).expanduser(),
         None if table.max_size is None else parse_size(table.max_size),
@@ -201,6 +216,10 @@ def _cache_spec(table: CacheTable, folder: Path) -> CacheSpec:
                 remote.storage,
             )
             for name, remote in table.remote.items()
+        ),
+        TrustSpec(
+            tuple(folder / Path(key).expanduser() for key in trust.keys),
+            None if trust.sign_with is None else folder / Path(trust.sign_with).expanduser(),
         ),
     )
 

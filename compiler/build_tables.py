@@ -149,6 +149,22 @@ class CacheTable(Strict):
         return self
 
 
+class TrustTable(Strict):
+    """`[trust]`: whose entries of the cache are used, and by whom ours are signed."""
+
+    require: bool = False
+    keys: list[str] = []
+    sign_with: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if self.require and not self.keys:
+            raise ValueError("require = true, but no keys are trusted; list files or folders of public keys in keys")
+        if self.keys and not self.require:
+            raise ValueError("keys are trusted, but nothing need be signed; set require = true, or leave keys out")
+        return self
+
+
 class ExecutorTable(Strict):
     """`[executor]`."""
 
@@ -160,6 +176,7 @@ class FileTable(Strict):
 
     build: BuildTable = BuildTable()
     cache: CacheTable = CacheTable()
+    trust: TrustTable = TrustTable()
     executor: ExecutorTable = ExecutorTable()
     defaults: VariantTable = VariantTable()
     checkpoint: dict[Name, CheckpointTable]
@@ -183,6 +200,7 @@ def known_keys(loc: tuple[int | str, ...]) -> list[str]:
             tables: Mapping[str, type[BaseModel]] = {
                 "build": BuildTable,
                 "cache": CacheTable,
+                "trust": TrustTable,
                 "executor": ExecutorTable,
                 "defaults": VariantTable,
             }

@@ -120,7 +120,7 @@ def _open(options: argparse.Namespace) -> BuildCache:
     if remote is None:
         return BuildCache(spec)
     given = RemoteSpec(remote, remote, False, 30.0, None, None, None, False, {})
-    return BuildCache(CacheSpec(spec.root, spec.max_nbytes, spec.grace_s, "auto", "never", (given,)))
+    return BuildCache(CacheSpec(spec.root, spec.max_nbytes, spec.grace_s, "auto", "never", (given,), spec.trust))
 
 
 # -- which entries -----------------------------------------------------------------------------------------------

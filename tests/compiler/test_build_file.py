@@ -39,7 +39,7 @@ _KEYS = st.sampled_from(
      "dask", "recipes", "output", "nonsense", "a.b", "'q u'"]
 )  # fmt: skip
 _TABLES = st.sampled_from(
-    ["build", "cache", "cache.remote.r", "executor", "defaults", "checkpoint.a", "checkpoint.a.variant.v",
+    ["build", "cache", "cache.remote.r", "trust", "executor", "defaults", "checkpoint.a", "checkpoint.a.variant.v",
      "checkpoint.a.matrix.m", "checkpoint", "checkpoint.a.variant", "other", "checkpoint.'x y'"]
 )  # fmt: skip
 
@@ -105,6 +105,10 @@ def test_a_whole_project_is_read(tmp_path: Path) -> None:
             storage = { anon = true }
             [cache.remote.near]
             url = "shared"
+            [trust]
+            require = true
+            keys = ["keys", "/etc/keys/ci.pub.pem"]
+            sign_with = "ci.pem"
             [executor]
             dask = "tcp://scheduler:8786"
             [checkpoint.m]
@@ -122,6 +126,8 @@ def test_a_whole_project_is_read(tmp_path: Path) -> None:
         ("ci", "s3://bucket/plans", False, 5), ("near", str(tmp_path / "shared"), True, 30),
     ]  # fmt: skip
     assert cache.remotes[0].storage == {"anon": True}
+    assert cache.trust.keys == (tmp_path / "keys", Path("/etc/keys/ci.pub.pem"))
+    assert cache.trust.sign_with == tmp_path / "ci.pem"
     assert project.recipes == (tmp_path / "mine.py",)
     assert project.dask == "tcp://scheduler:8786"
     options = project.get("m@plain").options
@@ -187,6 +193,9 @@ V = "[checkpoint.a]\nsource = 'x'\n[checkpoint.a.variant.v]\n"
         ("[cache.remote.r]\nulr = 's3://b'\n" + V, "line 2: cache.remote.r.ulr: is not a key; did you mean 'url'?"),
         ("[cache.remote.r]\nurl='http://h'\ntoken_env='A'\nlogin_env='B'\n" + V, "line 1: cache.remote.r: token_env and login_env exclude each other"),
         ("[cache.remote.r]\nurl='http://me:secret@h/x'\n" + V, "line 1: cache.remote.r: url holds a user or password"),
+        ("[trust]\nrequire = true\n" + V, "line 1: trust: require = true, but no keys are trusted"),
+        ("[trust]\nkeys = ['k']\n" + V, "line 1: trust: keys are trusted, but nothing need be signed"),
+        ("[trust]\nsign-with = 'k'\n" + V, "trust.sign-with: is not a key; did you mean 'sign_with'?"),
         ("[executor]\ndask = 'scheduler:8786'\n" + V, "line 2: executor.dask: String should match pattern"),
         ("[checkpoint.a]\nsource='x'\n[checkpoint.a.matrix.m]\ntp_size=[]", "line 4: checkpoint.a.matrix.m.tp_size: "),
         ("[checkpoint.a]\nsource='x'\n[checkpoint.a.matrix.m]\ntp_size=[1,'2']", "line 4: checkpoint.a.matrix.m.tp_size: "),
