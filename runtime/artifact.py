@@ -8,6 +8,7 @@ from pathlib import Path
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan_format import Frames
+from loadplan.runtime.signature_file import signature_path
 from loadplan.runtime.trust import Trusted
 
 PLAN_NAME = "artifact.loadplan"
@@ -45,6 +46,8 @@ class Artifact:
         names = [file.name for file in self.plan.head.files] + [PLAN_NAME]
         names += [ORIGINAL_NAME] if (self.folder / ORIGINAL_NAME).is_file() else []
         names += [path.name for path in self.folder.glob(f"*{INDEX_SUFFIX}")]
+        signatures = signature_path(self.folder / PLAN_NAME)
+        names += [signatures.name] if signatures.is_file() else []
         return {name: self.folder / name for name in sorted(names)}
 
     @property

@@ -169,7 +169,7 @@ def _family_rules(fused: FusedModule) -> Callable[..., Sequence[object]]:
 def _facts(fused: FusedModule) -> dict[str, object]:
     try:
         facts = json.loads(fused.options)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FusionError(f"fusion {fused.family!r} of {fused.path!r}: options are not JSON: {error}") from error
     if not isinstance(facts, dict):
         raise FusionError(f"fusion {fused.family!r} of {fused.path!r}: options are not a JSON object: {fused.options}")

@@ -441,12 +441,17 @@ def _others(origin: Origin, restored: Sequence[PlanSource]) -> dict[str, bytes]:
     others = dict(origin.others)
     kept = {source.name: source.type.nbytes for source in restored}
     for name, content in origin.others:
-        tree = json.loads(content)
-        if name == "config.json" or kept.keys() >= tree["weight_map"].keys():
+        if name == "config.json":
             continue
-        tree["weight_map"] = {tensor: file for tensor, file in tree["weight_map"].items() if tensor in kept}
-        if isinstance(tree.get("metadata"), dict) and "total_size" in tree["metadata"]:
-            tree["metadata"]["total_size"] = sum(kept.values())
+        tree = _json_object(content, name)
+        weight_map, metadata = tree.get("weight_map"), tree.get("metadata")
+        if not isinstance(weight_map, dict):
+            raise PlanError(f"{name} in the plan has no weight_map")
+        if kept.keys() >= weight_map.keys():
+            continue
+        tree["weight_map"] = {tensor: file for tensor, file in weight_map.items() if tensor in kept}
+        if isinstance(metadata, dict) and "total_size" in metadata:
+            metadata["total_size"] = sum(kept.values())
         others[name] = json.dumps(tree, indent=2, sort_keys=True).encode() + b"\n"
     return others
 

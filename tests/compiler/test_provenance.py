@@ -240,9 +240,7 @@ def check_traces(graph: Graph, tensors: list[PlanTensor], values: list[Value], r
     traces = trace_values(values, graph.entries, route_names(tuple(numbers), (), None), numbers)
     lowering, chains = Lowering(graph.entries), Chains()
     layouts = [(tensor, lowering.lower(value)) for tensor, value in zip(tensors, values, strict=True)]
-    sections = [
-        lower_rank(rank, layouts, lowering.temporaries, graph.entries, {FILE: 0}, chains) for rank in range(ranks)
-    ]
+    sections = [lower_rank(rank, layouts, lowering, graph.entries, {FILE: 0}, chains) for rank in range(ranks)]
     bits = [chain[0].bits for chain in chains.found]
     direct = 0
     for number, trace in enumerate(traces):
