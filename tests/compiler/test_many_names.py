@@ -14,7 +14,7 @@ from pathlib import Path
 LAYERS, EXPERTS, HIDDEN, INTER, FILES = 58, 256, 7168, 2048, 160
 
 COMPILE = """
-import json, resource, sys, time
+import json, sys, time
 from loadplan.compiler import compile_plan
 from loadplan.compiler.ops import Concatenate, MergeModulelist
 from loadplan.recipes import Recipe, WeightConverter
@@ -32,7 +32,7 @@ took = time.perf_counter() - began
 cost = plan.cost(0)
 print(json.dumps({
     "seconds": took,
-    "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "rss": int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024,  # ru_maxrss has the parent's
     "sources": plan.report.sources,
     "targets": {tensor.name: str(tensor.type) for tensor in plan.head.tensors[:4]},
     "count": len(plan.head.tensors),
