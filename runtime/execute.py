@@ -26,6 +26,7 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from errno import ENOMEM
 from functools import partial
 from typing import Literal, get_args
 
@@ -233,7 +234,13 @@ class Execution:
             if shift is None or mappings + 2 * len(stretches) > MAX_MAPPINGS:
                 continue
             mappings += 2 * len(stretches)
-            memory, left = compose(stretches, shift, lambda file: self.files[file].open())
+            try:
+                memory, left = compose(stretches, shift, lambda file: self.files[file].open())
+            except OSError as error:
+                if error.errno != ENOMEM or isinstance(error, LoadplanError):
+                    raise
+                logger.warning("the process may have no more mappings (vm.max_map_count): other stacks are read")
+                break
             buffers.update(views(memory, [(number, kind, 0)]))
             composed[number] = stretches
             seams += left

@@ -1,6 +1,7 @@
 """Two machines and what they share: A has the checkpoint and builds, B has loadplan.toml and loadplan.lock.
 
-Machines are folders with stores of their own; the remote is a folder here, and of all kinds in tests/cache/remotes.
+Machines are folders with stores of their own; the remote is a folder, or a server where the test says so. Remotes of all
+kinds by themselves are in tests/cache/remotes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from builders import bytes_of
+from remote_servers import NGINX, run_cache_server, run_nginx, run_s3
 from safetensors.torch import load_file, save_file
 
 from loadplan.runtime import Artifact, Plan, load_state_dict
@@ -36,14 +41,14 @@ convert = false
 [checkpoint.one.variant.tp2]
 tp_size = 2
 [cache.remote.shared]
-url = "../shared"
+url = URL
 read_only = READ_ONLY
 """
 
 
-def _machine(folder: Path, read_only: str = "true", more: str = "") -> Path:
+def _machine(folder: Path, read_only: str = "true", more: str = "", url: str = '"../shared"') -> Path:
     folder.mkdir(parents=True)
-    text = PROJECT.replace("READ_ONLY", read_only)
+    text = PROJECT.replace("READ_ONLY", read_only).replace("URL", url)
     (folder / "loadplan.toml").write_text(f"{more}{text}", encoding="utf-8")
     (folder / "recipes.py").write_text(RECIPES, encoding="utf-8")
     (folder / "dodo.py").write_text("from loadplan.compiler.tasks import *\n", encoding="utf-8")
@@ -108,6 +113,43 @@ def test_b_pulls_loads_and_is_up_to_date_without_a_checkpoint(fleet: Path) -> No
     assert _ran(_doit(b)) == []
     shutil.rmtree(fleet / "shared")  # with all that is needed here, nobody is asked
     assert _ran(_doit(b)) == []
+
+
+@contextmanager
+def _server(kind: str, folder: Path) -> Iterator[str]:
+    """What follows `url =` for a real server of this kind."""
+    if kind == "s3":
+        with run_s3() as endpoint:
+            storage = f'{{ key = "a", secret = "b", client_kwargs = {{ endpoint_url = "{endpoint}" }} }}'
+            yield f'"s3://bucket/fleet"\nstorage = {storage}'
+    elif kind == "nginx":
+        if NGINX is None:
+            pytest.skip("nginx is not installed (Debian: apt-get install nginx-light)")
+        with run_nginx(folder / "nginx") as nginx:
+            yield f'"http://127.0.0.1:{nginx.port}/open"'
+    else:
+        with run_cache_server(zstd=True) as server:
+            yield f'"{server.url}"\nzstd = true'
+
+
+@pytest.mark.parametrize("kind", ["s3", "nginx", "bazel"])
+def test_over_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A builds and pushes; B, with nothing but loadplan.toml and loadplan.lock, has the same bits, and builds nothing."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with _server(kind, tmp_path) as url:
+        a = _machine(tmp_path / "fleet" / "a", read_only="false", url=url)
+        (a / "weights").mkdir()
+        save_file({"old.w": torch.randn(4, 6), "b": torch.ones(3)}, a / "weights" / "model.safetensors")
+        (a / "weights" / "config.json").write_text('{"new_name": "new"}', encoding="utf-8")
+        _doit(a, "compile", "convert", "verify", "push")
+        b = _machine(tmp_path / "fleet" / "b", url=url)
+        shutil.copy(a / "loadplan.lock", b)
+        said = _doit(b)
+        assert (said.count("from the cache"), said.count("compiled:"), said.count("converted:")) == (3, 0, 0)
+    for rank in range(2):
+        built, pulled = (load_state_dict(m / "build" / "loadplan" / "one@tp2.converted", rank=rank) for m in (a, b))
+        assert {n: bytes_of(t) for n, t in pulled.items()} == {n: bytes_of(t) for n, t in built.items()}
+    assert _ran(_doit(b)) == []  # and nobody is asked: the server is gone
 
 
 def test_pull_lays_out_and_builds_nothing(fleet: Path) -> None:
