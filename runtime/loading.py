@@ -131,14 +131,16 @@ class Loading:
         if not tasks and last is None:
             self._state.complete = True
             return
-        for number in range(min(threads, max(len(tasks), 1))):
-            thread = threading.Thread(target=self._state.work, name=f"loadplan-{number}")
-            try:
+        self._threads = [  # known before they run: an interrupt may come right after
+            threading.Thread(target=self._state.work, name=f"loadplan-{number}")
+            for number in range(min(threads, max(len(tasks), 1)))
+        ]
+        try:
+            for thread in self._threads:
                 thread.start()
-            except BaseException:
-                self.cancel()
-                raise
-            self._threads.append(thread)
+        except BaseException:
+            self.cancel()
+            raise
 
     def ready(self, number: int) -> bool:
         """Whether the buffer is complete."""
@@ -204,7 +206,7 @@ class Loading:
         """Stop, and wait for the threads; buffers that are not complete will not be."""
         self._state.abandon()
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
 
     def _raise_end(self) -> None:
