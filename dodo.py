@@ -51,4 +51,4 @@ def task_oracle():
 
 def task_tests():
     """run the tests"""
-    return {"actions": ["python -m pytest"], "verbosity": 2}
+    return {"actions": ["python -m pytest -n auto"], "verbosity": 2}

@@ -28,7 +28,9 @@ def test_the_code_runs(tmp_path: Path) -> None:
 def test_both_commands_are_there_as_ci_looks_for_them() -> None:
     lines = README.splitlines()
     assert [line for line in lines if "&& doit" in line] == ["pip install -e '.[demo]' && doit"]
-    assert [line for line in lines if "python -m pytest" in line] == ["pip install -e '.[test]' && python -m pytest"]
+    assert [line for line in lines if "python -m pytest" in line] == [
+        "pip install -e '.[test]' && python -m pytest -n auto"
+    ]
 
 
 def test_every_folder_is_in_the_table() -> None:

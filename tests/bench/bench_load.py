@@ -102,7 +102,9 @@ end()
     "artifact": _ARTIFACT.format(more=""),
     "artifact, all pages": _ARTIFACT.format(more=", residency='read'"),
     "load_model": """
+import transformers
 from loadplan.runtime import Plan, load_model
+getattr(transformers, transformers.AutoConfig.from_pretrained(checkpoint).architectures[0])
 begin()
 model = load_model(Plan.open(plan), checkpoint)
 end()

@@ -226,7 +226,9 @@ def test_push_auto_gives_each_thing_that_is_built(tmp_path: Path, fleet: Path) -
 
 def test_push_needs_a_remote_that_may_be_written(fleet: Path) -> None:
     a = fleet / "a"
-    (a / "loadplan.toml").write_text(PROJECT.replace("READ_ONLY", "true"), encoding="utf-8")
+    (a / "loadplan.toml").write_text(
+        PROJECT.replace("READ_ONLY", "true").replace("URL", '"../shared"'), encoding="utf-8"
+    )
     said = _doit(a, "push", code=1)
     assert "no remote may be written; add [cache.remote.NAME]" in said
 
