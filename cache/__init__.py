@@ -21,40 +21,46 @@ reads as absent, and is built again. Read in this order:
     transfer        pull and push
 """
 
-from loadplan.cache.actions import ActionCache, Artifact, ArtifactIncomplete, BadArtifact
-from loadplan.cache.cache import Cache, CannotMaterialize, NotCached
-from loadplan.cache.check import CheckReport, RepairReport
-from loadplan.cache.digest import (
-    NotADigest,
-    NotCanonical,
-    canonical_json,
-    digest_bytes,
-    digest_file,
-    digest_json,
-    is_digest,
-)
-from loadplan.cache.entries import CacheInfo, Entry, GcReport
-from loadplan.cache.entry_trust import ReservedNote
-from loadplan.cache.error import LoadplanError
-from loadplan.cache.file_digests import FileChanged, FileDigests
-from loadplan.cache.gc import PinsDamaged
-from loadplan.cache.lease import Lease
-from loadplan.cache.pins import NoSuchPin
-from loadplan.cache.place_folder import FolderExists
-from loadplan.cache.record import NotReadable
-from loadplan.cache.signing import (
-    KeyExists,
-    KeyFileError,
-    PublicKey,
-    SigningKey,
-    SigningLibraryMissing,
-    TrustedKeys,
-    new_key,
-    read_public_key,
-    read_signing_key,
-)
-from loadplan.cache.store import BlobMissing, BlobStore, DigestMismatch, Problem, ProblemKind
-from loadplan.cache.write_file import FolderNotWritable, make_folder, write_atomically
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loadplan.cache.actions import ActionCache, Artifact, ArtifactIncomplete, BadArtifact
+    from loadplan.cache.cache import Cache, CannotMaterialize, NotCached
+    from loadplan.cache.check import CheckReport, RepairReport
+    from loadplan.cache.digest import (
+        NotADigest,
+        NotCanonical,
+        canonical_json,
+        digest_bytes,
+        digest_file,
+        digest_json,
+        is_digest,
+    )
+    from loadplan.cache.entries import CacheInfo, Entry, GcReport
+    from loadplan.cache.entry_trust import ReservedNote
+    from loadplan.cache.error import LoadplanError
+    from loadplan.cache.file_digests import FileChanged, FileDigests
+    from loadplan.cache.gc import PinsDamaged
+    from loadplan.cache.lease import Lease
+    from loadplan.cache.pins import NoSuchPin
+    from loadplan.cache.place_folder import FolderExists
+    from loadplan.cache.record import NotReadable
+    from loadplan.cache.signing import (
+        KeyExists,
+        KeyFileError,
+        PublicKey,
+        SigningKey,
+        SigningLibraryMissing,
+        TrustedKeys,
+        new_key,
+        read_public_key,
+        read_signing_key,
+    )
+    from loadplan.cache.store import BlobMissing, BlobStore, DigestMismatch, Problem, ProblemKind
+    from loadplan.cache.write_file import FolderNotWritable, make_folder, write_atomically
 
 __all__ = [
     "ActionCache",
@@ -103,3 +109,58 @@ __all__ = [
     "read_signing_key",
     "write_atomically",
 ]
+
+_HOMES = {
+    "ActionCache": "actions",
+    "Artifact": "actions",
+    "ArtifactIncomplete": "actions",
+    "BadArtifact": "actions",
+    "BlobMissing": "store",
+    "BlobStore": "store",
+    "Cache": "cache",
+    "CacheInfo": "entries",
+    "CannotMaterialize": "cache",
+    "CheckReport": "check",
+    "DigestMismatch": "store",
+    "Entry": "entries",
+    "FileChanged": "file_digests",
+    "FileDigests": "file_digests",
+    "FolderExists": "place_folder",
+    "FolderNotWritable": "write_file",
+    "GcReport": "entries",
+    "KeyExists": "signing",
+    "KeyFileError": "signing",
+    "Lease": "lease",
+    "LoadplanError": "error",
+    "NoSuchPin": "pins",
+    "NotADigest": "digest",
+    "NotCached": "cache",
+    "NotCanonical": "digest",
+    "NotReadable": "record",
+    "PinsDamaged": "gc",
+    "Problem": "store",
+    "ProblemKind": "store",
+    "PublicKey": "signing",
+    "RepairReport": "check",
+    "ReservedNote": "entry_trust",
+    "SigningKey": "signing",
+    "SigningLibraryMissing": "signing",
+    "TrustedKeys": "signing",
+    "canonical_json": "digest",
+    "digest_bytes": "digest",
+    "digest_file": "digest",
+    "digest_json": "digest",
+    "is_digest": "digest",
+    "make_folder": "write_file",
+    "new_key": "signing",
+    "read_public_key": "signing",
+    "read_signing_key": "signing",
+    "write_atomically": "write_file",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that a public name lives in, when it is asked for: a loading process asks for few."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

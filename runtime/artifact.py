@@ -67,7 +67,7 @@ class Artifact:
         return Plan(data, str(path), self.plan.vouched)
 
 
-def files_used(plan: Plan, rank: int) -> set[int] | None:
+def files_used(plan: Plan, rank: int) -> list[int] | None:
     """Numbers of the files that loading `rank` needs; None for all of them.
 
     A checkpoint is compared whole, for it is one thing. An artifact has files of each rank, and a machine need not hold
@@ -75,7 +75,7 @@ def files_used(plan: Plan, rank: int) -> set[int] | None:
     """
     if "plan" not in dict(plan.head.provenance):
         return None
-    return {source for source in plan.section(rank).copies.source if source >= 0}
+    return plan.section(rank).copies.files
 
 
 def open_any(plan: Plan | Artifact | str | Path, trusted: Trusted = None) -> Plan | Artifact:

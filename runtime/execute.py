@@ -303,12 +303,12 @@ class Execution:
         """Copies out of files, in tiles."""
         share = STAGING_NBYTES // _MAX_THREADS - reader.staging_nbytes
         limit = min(_READ_NBYTES, share // 2)  # what is read, and what a cast makes of it
-        staged = partial(copy_staged, reader)
+        by_reading = partial(copy_staged, reader)
         for whole in copies:
             file, buffer, name = self.files[whole.source], buffers[whole.buffer], self._name(whole.buffer)
             copy, chain = addressable(whole, self.head.chains)
             is_read = self.backend != "preadv" or (file.is_remote and self.mode in ("auto", "read"))
-            way = staged if is_read else copy_from_map
+            way = by_reading if is_read else copy_from_map
             for tile in tiles(copy, chain, limit):
                 nbytes = tile.numel * chain[0].itemsize
                 yield Task(nbytes, (whole.buffer,), partial(way, file, tile, chain, buffer, name))

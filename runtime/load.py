@@ -12,6 +12,7 @@ from traceback import clear_frames
 import torch
 from torch import nn
 
+from loadplan.cache.environment import says_yes
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.artifact import Artifact, files_used, open_any
 from loadplan.runtime.collector import paused_collector
@@ -26,8 +27,6 @@ from loadplan.runtime.targets import TargetNames, Targets
 from loadplan.runtime.tensor_type import TensorType
 from loadplan.runtime.torch_types import torch_layout
 from loadplan.runtime.trust import verify_contents
-
-_TRUE = ("1", "ON", "YES", "TRUE")  # as transformers reads its variables
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ def begin_execution(
     """
     section = plan.section(rank)
     files = find_files(location, plan.head.files, files_used(plan, rank))
-    verify_contents(plan, files, {source for source in section.copies.source if source >= 0})
+    verify_contents(plan, files, rank)
     staged = device if device.type == "cuda" else None
     return Execution(plan.head, section, rank, files, mode, threads, residency, staged, backend)
 
@@ -197,7 +196,7 @@ def resolve(plan: Plan | Artifact | str | Path, checkpoint: str | Path | None) -
 
 def is_sequential() -> bool:
     """Whether the environment asks for loads without threads: `LOADPLAN_SYNC`, or transformers' own word for it."""
-    return any(os.environ.get(name, "").upper() in _TRUE for name in ("LOADPLAN_SYNC", "HF_DEACTIVATE_ASYNC_LOAD"))
+    return any(says_yes(os.environ.get(name, "")) for name in ("LOADPLAN_SYNC", "HF_DEACTIVATE_ASYNC_LOAD"))
 
 
 def threads_for(threads: int | None) -> int | None:

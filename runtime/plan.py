@@ -116,6 +116,11 @@ class CopyColumns:
             columns["first_loop"].append(len(columns["extent"]))
         return cls(**columns)
 
+    @property
+    def files(self) -> list[int]:
+        """The numbers of the files that are read, in order."""
+        return sorted(source for source in set(self.source) if source >= 0)
+
     def __len__(self) -> int:
         return len(self.source)
 

@@ -92,7 +92,7 @@ def schedule(
             parts[buffer] = [single.pop(buffer), Stretch(source, src, run * bits[chain] // 8, buffer, dst)]
         else:
             single[buffer] = Stretch(source, src, run * bits[chain] // 8, buffer, dst)
-    for buffer in [*(single.keys() & parts.keys()), *(single.keys() & found.mixed)]:
+    for buffer in single.keys() & (parts.keys() | found.mixed):
         parts.setdefault(buffer, []).append(single.pop(buffer))
     return found
 

@@ -11,7 +11,7 @@ It is a check at load: whoever may write to a file that is mapped can change it 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loadplan.cache.digest import digest_stream
+from loadplan.cache.environment import says_yes
 from loadplan.cache.error import LoadplanError
 from loadplan.cache.signing import PublicKey, TrustedKeys
 from loadplan.runtime.signature_file import PlanSignature, read_signatures
@@ -31,7 +32,7 @@ Trusted = TrustedKeys | str | Path | Sequence[str | Path] | None
 """Keys, or files and folders of them."""
 
 REQUIRE_VARIABLE, KEYS_VARIABLE = "LOADPLAN_REQUIRE_SIGNED", "LOADPLAN_TRUSTED_KEYS"
-_TRUE, _FALSE = ("1", "on", "yes", "true"), ("", "0", "off", "no", "false")
+_FALSE = ("", "0", "OFF", "NO", "FALSE")
 _MAX_THREADS = 8
 
 
@@ -71,10 +72,10 @@ def find_requirements(trusted: Trusted, environ: Mapping[str, str] | None = None
 def _requirements(trusted: Trusted, environ: Mapping[str, str]) -> Iterator[TrustedKeys]:
     if trusted is not None:
         yield read_trusted(trusted)
-    wish = environ.get(REQUIRE_VARIABLE, "").lower()
-    if wish in _FALSE:
+    wish = environ.get(REQUIRE_VARIABLE, "")
+    if wish.upper() in _FALSE:
         return
-    if wish not in _TRUE:
+    if not says_yes(wish):
         raise BadRequirement(f"{REQUIRE_VARIABLE}={wish!r} is neither yes nor no; set it to 1, or unset it")
     places = [place for place in environ.get(KEYS_VARIABLE, "").split(os.pathsep) if place]
     if not places:
@@ -140,8 +141,8 @@ def _why_not(signatures: Sequence[PlanSignature], digest: str, trusted: TrustedK
     return f"the signature by {ours[0].key[:16]} is not right: plan or signature were changed; {ask}"
 
 
-def verify_contents(plan: Plan, files: Sequence[SourceFile], used: Collection[int]) -> None:
-    """Compare the whole content of the files whose numbers are in `used` with what was signed, if anything must be.
+def verify_contents(plan: Plan, files: Sequence[SourceFile], rank: int | None) -> None:
+    """Compare the whole content of the files that `rank` reads, all if None, with what was signed, if anything must be.
 
     Raises:
         UntrustedPlan: the plan must be signed, and was not opened from a signed file; or nobody says what a file holds.
@@ -154,7 +155,8 @@ def verify_contents(plan: Plan, files: Sequence[SourceFile], used: Collection[in
                 f"{REQUIRE_VARIABLE} is set, and this plan was not opened from a signed file; open it from one",
             )
         return
-    wanted = {number: _signed_digest(plan, number, plan.vouched) for number in sorted(used)}
+    used = range(len(files)) if rank is None else plan.section(rank).copies.files
+    wanted = {number: _signed_digest(plan, number, plan.vouched) for number in used}
     with ThreadPoolExecutor(max(1, min(len(wanted), os.cpu_count() or 1, _MAX_THREADS))) as threads:
         found = threads.map(_digest, (files[number] for number in wanted))
         for (number, digest), actual in zip(wanted.items(), found, strict=True):

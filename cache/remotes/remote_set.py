@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
+from loadplan.cache.environment import says_yes
 from loadplan.cache.remotes.remote import BadRemoteData, Remote, RemoteError
 
 logger = logging.getLogger(__name__)
@@ -15,7 +16,6 @@ logger = logging.getLogger(__name__)
 REST_S = 60.0
 
 OFFLINE_VARIABLES = ("LOADPLAN_OFFLINE", "HF_HUB_OFFLINE")
-_TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
 
 
 class RemoteSet:
@@ -62,6 +62,6 @@ class RemoteSet:
 def find_offline_variable(environ: Mapping[str, str]) -> str | None:
     """The variable that forbids to contact any remote, if one does."""
     for name in OFFLINE_VARIABLES:
-        if environ.get(name, "").upper() in _TRUE:
+        if says_yes(environ.get(name, "")):
             return name
     return None

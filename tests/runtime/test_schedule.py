@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 from hypothesis import given
@@ -65,6 +65,24 @@ def test_every_copy_is_in_one_place(found: list[Copy], wanted: set[int] | None) 
     assert sorted((s.src, s.dst, s.nbytes, s.buffer) for s in stretches) == sorted(plain)
     rest = [c for c in found if (wanted is None or c.buffer in wanted) and (c.loops or len(CHAINS[c.chain]) > 1)]
     assert sorted(strided) == sorted(move for copy in rest for move in moves(copy))
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+@pytest.mark.parametrize("kept", [{0, 1}, {0, 2}, {0, 3}, {0, 1, 2}, {0, 2, 3}, {0, 1, 2, 3}])
+def test_a_buffer_of_all_kinds_of_copies(order: tuple[int, ...], kept: set[int]) -> None:
+    """Whole, long runs, short runs, and out of a temporary, in any order: each is somewhere, once."""
+    kinds = [
+        Copy(0, 1, 0, 0, 4, 0, ()),
+        Copy(0, 1, 100, 16, 4096, 0, (Loop(2, 40_000, 16_384),)),
+        Copy(0, 1, 90_000, 40_000, 4, 0, (Loop(64, 32, 16),)),
+        Copy(-3, 1, 0, 50_000, 4, 0, ()),
+    ]
+    found = schedule(CopyColumns.of([kinds[n] for n in order if n in kept]), CHAINS, None)
+    assert not found.whole
+    assert len(found.parts[1]) == 1 + 2 * (1 in kept)
+    assert sum(s.nbytes for s in found.parts[1]) == 16 + 32_768 * (1 in kept)
+    assert found.strided == [kinds[2]] * (2 in kept)
+    assert found.later == [kinds[3]] * (3 in kept)
 
 
 def test_long_runs_are_stretches() -> None:
