@@ -24,7 +24,7 @@ from loadplan.compiler.build_step import Step
 from loadplan.compiler.part_of import PartOf, part_key
 from loadplan.compiler.pipeline import compile_parts
 from loadplan.runtime.artifact import PLAN_NAME, Artifact
-from loadplan.runtime.location import locate
+from loadplan.runtime.location import folder_of, locate
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan_format import PlanError
 
@@ -136,8 +136,7 @@ class Build:
         if not inputs.is_here:
             locked = self.lock.find(variant)
             return {} if locked is None else locked.contents
-        folder = locate(variant.source)
-        folder = folder.parent if folder.is_file() else folder
+        folder = folder_of(locate(variant.source))
         return {file.name: self.cache.files.digest(folder / file.name) for file in inputs.facts.files}
 
     def artifact_reasons(self, variant: Variant) -> list[str]:

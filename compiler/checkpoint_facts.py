@@ -22,7 +22,7 @@ from loadplan.compiler.checkpoint import Checkpoint, Entry
 from loadplan.compiler.read_folder import read_checkpoint
 from loadplan.compiler.recipe import plain
 from loadplan.runtime.dtype import DType
-from loadplan.runtime.location import locate
+from loadplan.runtime.location import folder_of, locate
 from loadplan.runtime.tensor_type import TensorType
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def read_facts(location: str | Path, folder: Path) -> CheckpointFacts:
     start_ns = time.time_ns()
     states = _states(path)
     record = _record(path, folder)
-    base = path if path.is_dir() else path.parent
+    base = folder_of(path)
     known = _find(record, states, base)
     if known is not None:
         return known
@@ -155,8 +155,7 @@ _State = tuple[int, ...]  # the fields of a `FileState`
 def _states(path: Path) -> dict[str, _State]:
     """What may be read for a checkpoint at `path`, by name."""
     if path.is_dir() or path.suffix == ".json":
-        base = path if path.is_dir() else path.parent
-        found = [item for item in base.iterdir() if item.suffix in _READ]
+        found = [item for item in folder_of(path).iterdir() if item.suffix in _READ]
     else:
         found = [path, path.parent / "config.json"]
     return {item.name: astuple(FileState.of(item)) for item in sorted(found) if item.is_file()}
@@ -164,7 +163,7 @@ def _states(path: Path) -> dict[str, _State]:
 
 def _record(path: Path, folder: Path) -> Path:
     """One a location: what it held before is forgotten."""
-    state = (path if path.is_dir() else path.parent).stat()
+    state = folder_of(path).stat()
     name = digest_json([state.st_dev, state.st_ino, "" if path.is_dir() else path.name])
     return folder / name[:2] / name[2:]
 

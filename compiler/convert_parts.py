@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from loadplan.cache import Artifact, Cache
 from loadplan.cache.error import LoadplanError
@@ -20,10 +21,9 @@ from loadplan.cache.write_file import make_folder
 from loadplan.compiler.build_code import converter_digest
 from loadplan.compiler.conversion import Output, complete, outputs_of, write_outputs
 from loadplan.compiler.part_of import PartOf
-from loadplan.runtime.location import locate
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import PlanFile
-from loadplan.runtime.source_files import find_files
+from loadplan.runtime.source_files import find_files, source_paths
 
 _FILES = "files"  # the note of a part's artifact: what was written, as JSON
 
@@ -85,7 +85,7 @@ def convert_part(task: PartOf) -> str:
         written = write_outputs(plan, files, outputs, Path(temporary))
         _check_contents(cache, task, plan)
         made = {file.name: Path(temporary, file.name) for file in written}
-        notes = {"kind": "part", _FILES: json.dumps([asdict(file) for file in written])}
+        notes = {"kind": "part", _FILES: json.dumps(files_to_json(written))}
         cache.put_files(task.key, made, notes)
     return task.key
 
@@ -96,17 +96,10 @@ def _draft_prefix(task: PartOf) -> str:
 
 def _check_contents(cache: Cache, task: PartOf, plan: Plan) -> None:
     """That the files here hold what is meant; one that did not change since it was read is not read again."""
-    for name, path in source_paths(task.source, plan).items():
+    for name, path in source_paths(task.source, plan.head.files).items():
         found, wanted = cache.files.digest(path), task.contents.get(name, "nothing")
         if found != wanted:
             raise OtherContents(name, wanted, found)
-
-
-def source_paths(source: str | Path, plan: Plan) -> dict[str, Path]:
-    """Where the files that `plan` reads lie, by name."""
-    path = locate(source)
-    folder = path if path.is_dir() else path.parent
-    return {file.name: folder / file.name for file in plan.head.files}
 
 
 def join_parts(cache: Cache, plan: Plan, tasks: Sequence[PartOf]) -> dict[str, str]:
@@ -133,7 +126,17 @@ def join_parts(cache: Cache, plan: Plan, tasks: Sequence[PartOf]) -> dict[str, s
 
 
 def _written(part: Artifact) -> list[PlanFile]:
-    return [PlanFile(**{**f, "guards": tuple(map(tuple, f["guards"]))}) for f in json.loads(part.info[_FILES])]
+    return files_from_json(json.loads(part.info[_FILES]))
+
+
+def files_to_json(files: Sequence[PlanFile]) -> list[dict[str, object]]:
+    """What a record says of the files that a part has made."""
+    return [asdict(file) for file in files]
+
+
+def files_from_json(found: Sequence[Mapping[str, Any]]) -> list[PlanFile]:
+    """The inverse of `files_to_json`, for records that were verified."""
+    return [PlanFile(**{**file, "guards": tuple(map(tuple, file["guards"]))}) for file in found]
 
 
 def divide(outputs: Sequence[Output], world_size: int, parts: int) -> list[list[Output]]:

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,11 +24,11 @@ from loadplan.cache.place_folder import new_folder
 from loadplan.cache.record import find_record, format_record, parse_record, write_record
 from loadplan.cache.write_file import make_folder
 from loadplan.compiler.conversion import check_place, complete, outputs_of, write_outputs
-from loadplan.compiler.convert_parts import divide, source_paths
+from loadplan.compiler.convert_parts import divide, files_from_json, files_to_json
 from loadplan.runtime.artifact import PLAN_NAME, Artifact
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import PlanFile
-from loadplan.runtime.source_files import SourceFile, find_files
+from loadplan.runtime.source_files import SourceFile, find_files, source_paths
 
 
 class RankError(LoadplanError, ValueError):
@@ -73,7 +73,7 @@ def convert_rank(plan: Plan, checkpoint: str | Path, folder: str | Path, job: Jo
     place = Path(folder)
     check_place(place)
     files = find_files(checkpoint, plan.head.files)
-    paths = source_paths(checkpoint, plan)
+    paths = source_paths(checkpoint, plan.head.files)
     make_folder(place.parent)
     parts = place.parent / f".{place.name}-{plan.digest[:16]}.parts"
     with parts.with_suffix(".lock").open("a+b") as lock:
@@ -110,7 +110,7 @@ def _make(plan: Plan, files: Sequence[SourceFile], paths: Mapping[str, Path], pa
                 os.fsync(finished.fileno())
             path.replace(parts / file.name)
     held = _states({file.name: parts / file.name for file in written})
-    write_record(_record(parts, job.rank), {"states": before, "files": [asdict(f) for f in written], "held": held})
+    write_record(_record(parts, job.rank), {"states": before, "files": files_to_json(written), "held": held})
 
 
 def _record(parts: Path, rank: int) -> Path:
@@ -129,7 +129,7 @@ def _read(parts: Path, rank: int) -> tuple[dict[str, list[int]], list[PlanFile]]
     """What a rank's part was made of, and its files; None if it is not there, or not as it was written."""
     match find_record(_record(parts, rank)):
         case {"states": dict(states), "files": list(files), "held": dict(held)}:
-            found = [PlanFile(**{**f, "guards": tuple(map(tuple, f["guards"]))}) for f in files]
+            found = files_from_json(files)
         case _:
             return None
     try:

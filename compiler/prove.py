@@ -20,7 +20,7 @@ from loadplan.compiler.pipeline import Resolved, resolve
 from loadplan.compiler.reference import evaluate
 from loadplan.runtime.artifact import Artifact
 from loadplan.runtime.load import load_state_dict
-from loadplan.runtime.location import locate
+from loadplan.runtime.location import folder_of, locate
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.plan import PlanTensor
 
@@ -63,8 +63,7 @@ class _WholeTensors(Mapping[str, torch.Tensor]):
     """The stored tensors by name, read whole, one at a time, by the libraries that own the formats."""
 
     def __init__(self, checkpoint: Checkpoint, source: str | Path) -> None:
-        path = locate(source)
-        self._folder = path.parent if path.is_file() else path
+        self._folder = folder_of(locate(source))
         self._entries = checkpoint.entries
         self._stack = ExitStack()
         self._open: dict[str, Callable[[str], torch.Tensor]] = {}

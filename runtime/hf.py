@@ -14,7 +14,7 @@ from loadplan.runtime.execute import Mode, Residency
 from loadplan.runtime.fill_model import load_model
 from loadplan.runtime.load import ArgumentError
 from loadplan.runtime.loading import Progress
-from loadplan.runtime.location import locate
+from loadplan.runtime.location import folder_of, locate
 from loadplan.runtime.open_plan import Plan
 from loadplan.runtime.torch_types import torch_dtype_named
 
@@ -94,13 +94,13 @@ def _find(source: str | Path | Artifact, plan: Plan | str | Path | None) -> tupl
         return source, None
     folder = locate(source)
     if folder.name == PLAN_NAME or (folder / PLAN_NAME).is_file():
-        return _find(Artifact.open(folder if folder.is_dir() else folder.parent), plan)
+        return _find(Artifact.open(folder_of(folder)), plan)
     if plan is not None:
         opened = open_any(plan)
         if isinstance(opened, Artifact):
             raise ArgumentError("plan= is a converted checkpoint: give its folder alone")
         return opened, source
-    folder = folder if folder.is_dir() else folder.parent
+    folder = folder_of(folder)
     inside = sorted(folder.glob(f"*{_SUFFIX}"))
     beside = folder.with_name(folder.name + _SUFFIX)
     if len(inside) > 1:

@@ -35,6 +35,11 @@ def locate(location: str | Path) -> Path:
     return path
 
 
+def folder_of(path: Path) -> Path:
+    """The checkpoint's folder: what `locate` gave, or where that lies if it is one of the files."""
+    return path if path.is_dir() else path.parent
+
+
 def _in_package(text: str, rest: str) -> Path:
     package, *parts = PurePosixPath(rest).parts or ("",)
     if not package.isidentifier() or ".." in parts:

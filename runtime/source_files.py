@@ -17,7 +17,7 @@ from typing import overload
 
 from loadplan.cache.error import LoadplanError
 from loadplan.runtime.file_system import is_network, is_resident
-from loadplan.runtime.location import locate
+from loadplan.runtime.location import folder_of, locate
 from loadplan.runtime.pages import Memory, map_file, own
 from loadplan.runtime.plan import PlanFile
 
@@ -209,7 +209,20 @@ def find_files(
         FileMismatch: a file is missing or another one.
     """
     path = locate(location)
-    if path.is_file() and len(expected) == 1 and not path.name.endswith(".json"):
+    if _is_all(path, expected):
         return [SourceFile(path, expected[0])]
-    folder = path.parent if path.is_file() else path
-    return SourceFiles(folder, expected, range(len(expected)) if used is None else used)
+    return SourceFiles(folder_of(path), expected, range(len(expected)) if used is None else used)
+
+
+def source_paths(location: str | Path, expected: Sequence[PlanFile]) -> dict[str, Path]:
+    """Where the files that `find_files` finds lie, by their names in the plan. Raises `LocationError`."""
+    path = locate(location)
+    if _is_all(path, expected):
+        return {expected[0].name: path}
+    folder = folder_of(path)
+    return {file.name: folder / file.name for file in expected}
+
+
+def _is_all(path: Path, expected: Sequence[PlanFile]) -> bool:
+    """Whether the path is that of the only file, which may have any name."""
+    return path.is_file() and len(expected) == 1 and not path.name.endswith(".json")

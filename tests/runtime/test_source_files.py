@@ -27,7 +27,7 @@ from loadplan.runtime import execute
 from loadplan.runtime.execute import Execution, Mode
 from loadplan.runtime.load import load_state_dict
 from loadplan.runtime.open_plan import Plan
-from loadplan.runtime.source_files import FileMismatch, ReadError, SourceFile, find_files
+from loadplan.runtime.source_files import FileMismatch, ReadError, SourceFile, find_files, source_paths
 
 MODES: tuple[Mode, ...] = ("auto", "read", "copy")
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -323,3 +323,20 @@ def test_a_file_that_changed_meanwhile(tmp_path: Path) -> None:
     os.utime(path, ns=(1, 1))
     with pytest.raises(FileMismatch, match="was replaced or changed while it was being loaded"):
         file.check_unchanged()
+
+
+def test_paths_are_those_of_the_files_that_are_found(tmp_path: Path) -> None:
+    """By folder, by index, by one file, and by the only file under another name."""
+    write_shards(tmp_path / "two", {ONE: {"a": raw("F32", 2)}, TWO: {"b": raw("F32", 3)}})
+    expected = compile_plan(tmp_path / "two").head.files
+    paths = {name: tmp_path / "two" / name for name in (ONE, TWO)}
+    for location in (tmp_path / "two", tmp_path / "two" / ONE, tmp_path / "two" / "model.safetensors.index.json"):
+        assert source_paths(location, expected) == paths
+        assert [file.name for file in find_files(location, expected)] == list(paths)
+    only = write_file(tmp_path / "only.safetensors", {"a": raw("F32", 2)})
+    expected = compile_plan(only).head.files
+    only.rename(tmp_path / "renamed.safetensors")
+    assert source_paths(tmp_path / "renamed.safetensors", expected) == {
+        "only.safetensors": tmp_path / "renamed.safetensors"
+    }
+    assert len(find_files(tmp_path / "renamed.safetensors", expected)) == 1
